@@ -49,10 +49,16 @@ void bind_device(py::module_& m) {
   m.def(
       "attention_of",
       [](const PagerOptions& options, const std::string& q_dtype) {
-        const AttentionKind kind = attention_of(options, dtype_from_name("q_dtype", q_dtype));
+        const PagerOptions copied = options;  // Python may set them while the GIL is free
+        const DType dtype = dtype_from_name("q_dtype", q_dtype);
+        AttentionKind kind;
+        {
+          const py::gil_scoped_release release;
+          kind = attention_of(copied, dtype);
+        }
         return std::make_pair(kind.name, kind.version);
       },
-      py::arg("options"), py::arg("q_dtype"), py::call_guard<py::gil_scoped_release>(),
+      py::arg("options"), py::arg("q_dtype"),
       "What a pager of these options runs for queries of a dtype, \"reference\" or \"tensor\", and "
       "its "
       "version.");

@@ -82,17 +82,21 @@ void PinHandle::release() {
 
 PagerPointer ForwardHandle::pager() const {
   PagerPointer pager = ended_ ? nullptr : pager_.lock();
-  if (pager == nullptr || pager->running_forward() != number_) {
-    throw InvalidArgumentError("this forward has ended; begin another one");
-  }
+  if (pager == nullptr) throw InvalidArgumentError(kForwardEnded);
   return pager;
+}
+
+PagerPointer ForwardHandle::running_pager() const {
+  PagerPointer running = pager();
+  if (running->running_forward() != number_) throw InvalidArgumentError(kForwardEnded);
+  return running;
 }
 
 void ForwardHandle::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
                            const TensorView& out, const AttendOptions& options) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
-  pager()->attend(layer, q, k, v, out, options);
+  pager()->attend(layer, q, k, v, out, options, number_);
   attend_nanoseconds_ += std::chrono::nanoseconds(Clock::now() - start).count();
 }
 
@@ -101,7 +105,7 @@ void ForwardHandle::commit(const py::object& sequences, const std::vector<int64_
   const PagerPointer running = pager();
   if (sequences.is_none()) {
     const Release release;
-    running->commit_all(provenance);
+    running->commit_all(provenance, number_);
     ended_ = true;
     return;
   }
@@ -110,7 +114,7 @@ void ForwardHandle::commit(const py::object& sequences, const std::vector<int64_
     ids.push_back(py::cast<const SequenceHandle&>(sequence).id_in(*running));
   }
   const Release release;
-  running->commit(ids, accepted, provenance);
+  running->commit(ids, accepted, provenance, number_);
   ended_ = true;
 }
 

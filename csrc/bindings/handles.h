@@ -84,9 +84,14 @@ class ForwardHandle {
   ForwardHandle& operator=(const ForwardHandle&) = delete;
 
   void began(uint64_t number) { number_ = number; }
+  // What the pager's calls take: which forward runs is known only under its lock.
+  uint64_t number() const { return number_; }
   const pybind11::object& owner() const { return owner_; }
-  // Its pager. InvalidArgumentError unless this is the forward that runs there.
+  // Its pager. InvalidArgumentError if the forward was ended by this object, or the pager is gone; whether
+  // it runs, the pager's call says.
   PagerPointer pager() const;
+  // The same, if it runs. By the next call another one may.
+  PagerPointer running_pager() const;
   // As Pager::attend, of host or device memory as the pager's place is. Without the GIL.
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& options);

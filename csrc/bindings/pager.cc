@@ -18,6 +18,7 @@
 #include "bindings/shared.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
+#include "kvpager/read_once.h"
 
 namespace kvpager {
 
@@ -94,13 +95,13 @@ NewForward begin(const PagerPointer& pager, py::object owner, const py::object& 
                                    " kinds; expected the same number of each"));
   }
   std::vector<RowDescriptor> descriptors(static_cast<size_t>(rows));
-  for (py::ssize_t i = 0; i < rows; ++i) {
-    if (kinds.data()[i] > static_cast<uint8_t>(RowKind::kPadding)) {
-      throw InvalidArgumentError(str("kinds[", i, "]: ", static_cast<int>(kinds.data()[i]),
+  const std::vector<uint8_t> kind = read_once(kinds.data(), descriptors.size());
+  for (size_t i = 0; i < descriptors.size(); ++i) {
+    if (kind[i] > static_cast<uint8_t>(RowKind::kPadding)) {
+      throw InvalidArgumentError(str("kinds[", i, "]: ", static_cast<int>(kind[i]),
                                      ", expected 0 (commit), 1 (read) or 2 (padding)"));
     }
-    descriptors[static_cast<size_t>(i)] = {ids[static_cast<size_t>(i)], positions.data()[i],
-                                           tokens.data()[i], static_cast<RowKind>(kinds.data()[i])};
+    descriptors[i] = {ids[i], positions.data()[i], tokens.data()[i], static_cast<RowKind>(kind[i])};
   }
   return new_forward(pager, std::move(owner),
                      [&] { return pager->begin(descriptors, stream_of(stream)); });
@@ -150,7 +151,7 @@ NewForward begin_spans(const PagerPointer& pager, py::object owner,
 
 // One tensor per layer of either.
 void give(Pager& pager, const py::typing::List<py::object>& k,
-          const py::typing::List<py::object>& v, uintptr_t stream) {
+          const py::typing::List<py::object>& v, uintptr_t stream, uint64_t of) {
   const DevicePlace place = pager.device_place();
   // Owned until the call has returned: another thread may empty the lists meanwhile.
   const py::tuple k_owned(k);
@@ -167,7 +168,7 @@ void give(Pager& pager, const py::typing::List<py::object>& k,
   const std::vector<TensorView> keys = views("k", k_owned);
   const std::vector<TensorView> values = views("v", v_owned);
   const Release release;
-  pager.give(keys, values, stream_of(stream));
+  pager.give(keys, values, stream_of(stream), of);
 }
 
 void attend(ForwardHandle& forward, int layer, py::handle q, py::handle k, py::handle v,
@@ -199,12 +200,12 @@ void attend(ForwardHandle& forward, int layer, py::handle q, py::handle k, py::h
   forward.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
 }
 
-void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream) {
+void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream, uint64_t of) {
   const DevicePlace place = pager.device_place();
   const BorrowedTensor k_view("k", k, place);
   const BorrowedTensor v_view("v", v, place);
   const Release release;
-  pager.write(layer, k_view.view(), v_view.view(), stream_of(stream));
+  pager.write(layer, k_view.view(), v_view.view(), stream_of(stream), of);
 }
 
 py::typing::Tuple<py::array, py::array> read_kv(Pager& pager, int64_t sequence, int layer,
@@ -339,6 +340,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(pinned_bytes);
   KVPAGER_STAT(scratch_bytes);
   KVPAGER_STAT(table_bytes);
+  KVPAGER_STAT(workspace_bytes);
   KVPAGER_STAT(bytes_copied_up);
   KVPAGER_STAT(bytes_copied_down);
   KVPAGER_STAT(bytes_staged);
@@ -397,7 +399,8 @@ void bind_handles(py::module_& m) {
            py::arg("tokens"), py::arg("stream") = 0, py::arg("given") = IntegerArray<TokenId>(),
            py::arg("dense") = false,
            "A span is (sequence, position, count, kind); given: ids of the positions of kind 3.")
-      .def_property_readonly("core", &ForwardHandle::pager, "InvalidArgumentError once it ended.")
+      .def_property_readonly("core", &ForwardHandle::running_pager,
+                             "InvalidArgumentError once it ended.")
       .def_property_readonly("pager", &ForwardHandle::owner)
       .def_property_readonly("attend_seconds", &ForwardHandle::attend_seconds,
                              "In attention so far.")
@@ -405,6 +408,27 @@ void bind_handles(py::module_& m) {
            py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
            py::arg("sinks") = py::none(), py::arg("stream") = 0,
            "Tensors of the pager's device; sinks: float32 [1, q_heads, 1].")
+      .def(
+          "give_rows",
+          [](ForwardHandle& forward, const py::typing::List<py::object>& k,
+             const py::typing::List<py::object>& v,
+             uintptr_t stream) { give(*forward.pager(), k, v, stream, forward.number()); },
+          py::arg("k"), py::arg("v"), py::arg("stream") = 0,
+          "Of each layer: [given, kv_heads, head_dim] of the pager's device.")
+      .def(
+          "write_rows",
+          [](ForwardHandle& forward, int layer, py::handle k, py::handle v, uintptr_t stream) {
+            write(*forward.pager(), layer, k, v, stream, forward.number());
+          },
+          py::arg("layer"), py::arg("k"), py::arg("v"), py::arg("stream") = 0)
+      .def(
+          "mark_replayed",
+          [](ForwardHandle& forward, uint64_t generation, uintptr_t stream) {
+            const PagerPointer pager = forward.pager();
+            const Release release;
+            pager->mark_replayed(generation, stream_of(stream), forward.number());
+          },
+          py::arg("generation"), py::arg("stream") = 0)
       .def(
           "commit_rows",
           [](ForwardHandle& forward, const py::object& sequences,
@@ -507,10 +531,11 @@ void bind_pager(py::module_& m) {
 
   py::class_<Pager, PagerPointer>(m, "Pager", "The native pager; kvpager.Pager wraps it.")
       .def(py::init([](const PagerOptions& options) {
+             const PagerOptions copied = options;  // Python may set them while the GIL is free
              PagerPointer made;
              {  // no call guard: pybind11 notes a new object in a table that the GIL guards
                const Release release;
-               made = std::make_shared<Pager>(options);
+               made = std::make_shared<Pager>(copied);
              }
              return dropped_without_gil(std::move(made));
            }),
@@ -546,9 +571,18 @@ void bind_pager(py::module_& m) {
             return p.adopt_prefix(SequenceId(s), ids);
           },
           py::arg("sequence"), py::arg("tokens"))
-      .def("give", &give, py::arg("k"), py::arg("v"), py::arg("stream") = 0,
-           "Of each layer: [given, kv_heads, head_dim] of the pager's device.")
-      .def("write", &write, py::arg("layer"), py::arg("k"), py::arg("v"), py::arg("stream") = 0)
+      .def(
+          "give",
+          [](Pager& p, const py::typing::List<py::object>& k, const py::typing::List<py::object>& v,
+             uintptr_t stream) { give(p, k, v, stream, 0); },
+          py::arg("k"), py::arg("v"), py::arg("stream") = 0,
+          "OwnedForward.give_rows of whichever forward runs; likewise `write` and `mark_replayed`.")
+      .def(
+          "write",
+          [](Pager& p, int layer, py::handle k, py::handle v, uintptr_t stream) {
+            write(p, layer, k, v, stream, 0);
+          },
+          py::arg("layer"), py::arg("k"), py::arg("v"), py::arg("stream") = 0)
       .def(
           "mark_replayed",
           [](Pager& p, uint64_t generation, uintptr_t stream) {

@@ -3,12 +3,14 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -40,6 +42,9 @@ using Strides = std::array<int64_t, 4>;
 using MemoryOperand = std::tuple<int32_t, int64_t, std::string, Strides>;
 // The layer of an attention, and the keyword arguments that it was called with.
 using Call = std::optional<std::tuple<int, py::typing::Dict<py::str, py::object>>>;
+// A tensor that is given to each run: its bytes, or its dtype and shape.
+using Shaped = std::pair<std::string, std::vector<int64_t>>;
+using Given = std::variant<int64_t, Shaped>;
 using Step = std::tuple<std::string, Strides, int64_t, std::vector<py::object>, bool, Call>;
 
 Operation operation_of(const std::string& name) {
@@ -101,6 +106,39 @@ Memory memory_of(py::handle tensor) {
   return {matrix->data, matrix->rows * matrix->columns * dtype_bytes(matrix->dtype)};
 }
 
+int64_t bytes_of(const Given& given) {
+  if (const auto* bytes = std::get_if<int64_t>(&given)) return *bytes;
+  const auto& [dtype, shape] = std::get<Shaped>(given);
+  int64_t bytes = dtype_bytes(dtype_from_name("dtype", dtype));
+  for (const int64_t count : shape) {
+    if (count < 0 || __builtin_mul_overflow(bytes, count, &bytes)) {
+      throw InvalidArgumentError(str("given: a dimension of ", count, " in a shape of ",
+                                     shape.size(), "; expected a tensor that fits in memory"));
+    }
+  }
+  return bytes;
+}
+
+bool has_shape(const py::tuple& found, const std::vector<int64_t>& shape) {
+  if (found.size() != shape.size()) return false;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (py::cast<int64_t>(found[i]) != shape[i]) return false;
+  }
+  return true;
+}
+
+// InvalidArgumentError unless the tensor, of which memory_of() is something, has the dtype and the shape.
+void require_shaped(size_t number, py::handle tensor, const Shaped& expected) {
+  const auto& [dtype, shape] = expected;
+  const std::optional<Matrix> matrix = host_matrix(tensor);
+  const py::tuple found = tensor.attr("shape");
+  if (matrix && dtype_name(matrix->dtype) == dtype && has_shape(found, shape)) return;
+  const auto text = [](const py::object& object) { return py::cast<std::string>(py::str(object)); };
+  throw InvalidArgumentError(str("tensor ", number, " is ", text(tensor.attr("dtype")),
+                                 " of shape ", text(py::tuple(found)), "; expected ", dtype,
+                                 " of shape ", text(py::tuple(py::cast(shape)))));
+}
+
 // One attention as a running forward takes it, and as Python calls it.
 struct AttentionCall {
   int layer = 0;
@@ -149,12 +187,13 @@ class Interruptible {
 class BoundProgram {
  public:
   BoundProgram(std::shared_ptr<ThreadPool> workers, const std::vector<Step>& steps,
-               std::vector<py::object> fixed, std::vector<int64_t> given,
+               std::vector<py::object> fixed, std::vector<Given> given,
                std::optional<std::shared_ptr<CompressedWeights>> compressed)
       : workers_(std::move(workers)),
         compressed_(std::move(compressed).value_or(nullptr)),
         fixed_(std::move(fixed)),
-        program_(instructions(steps), memory(fixed_), std::move(given)) {
+        given_(std::move(given)),
+        program_(instructions(steps), memory(fixed_), bytes(given_)) {
     for (const Step& step : steps) {
       const Call& call = std::get<5>(step);
       if (!call) continue;
@@ -165,20 +204,11 @@ class BoundProgram {
   }
 
   void run(const py::object& attention, const std::vector<py::object>& given) const {
-    const std::vector<int64_t>& expected = program_.given();
-    if (given.size() != expected.size()) {
-      throw InvalidArgumentError(
-          str(given.size(), " tensors are given; expected ", expected.size()));
-    }
-    std::vector<void*> data;
-    data.reserve(given.size());
-    for (size_t i = 0; i < given.size(); ++i) {
-      const Memory memory = memory_of(given[i]);
-      if (memory.bytes != expected[i]) {
-        throw InvalidArgumentError(
-            str("tensor ", i, " has ", memory.bytes, " bytes; expected ", expected[i]));
+    const std::vector<Memory> data = memory(given);  // the program compares their number and bytes
+    for (size_t i = 0; i < std::min(given.size(), given_.size()); ++i) {
+      if (const auto* shaped = std::get_if<Shaped>(&given_[i])) {
+        require_shaped(i, given[i], *shaped);
       }
-      data.push_back(memory.data);
     }
     if (!calls_.empty() && attention.is_none()) {
       throw InvalidArgumentError("attention is None; expected what computes it");
@@ -234,6 +264,11 @@ class BoundProgram {
     for (const Step& step : steps) made.push_back(instruction_of(step));
     return made;
   }
+  static std::vector<int64_t> bytes(const std::vector<Given>& given) {
+    std::vector<int64_t> made;
+    for (const Given& one : given) made.push_back(bytes_of(one));
+    return made;
+  }
   static std::vector<Memory> memory(const std::vector<py::object>& tensors) {
     std::vector<Memory> made;
     for (const py::object& tensor : tensors) made.push_back(memory_of(tensor));
@@ -243,6 +278,7 @@ class BoundProgram {
   const std::shared_ptr<ThreadPool> workers_;
   const std::shared_ptr<CompressedWeights> compressed_;
   const std::vector<py::object> fixed_;
+  const std::vector<Given> given_;
   const Program program_;
   std::vector<AttentionCall> calls_;
 };
@@ -253,14 +289,15 @@ void bind_program(py::module_& m) {
   py::class_<BoundProgram>(
       m, "Program", "Small operations on tensors of the CPU, one after the other in one call.")
       .def(py::init<std::shared_ptr<ThreadPool>, const std::vector<Step>&, std::vector<py::object>,
-                    std::vector<int64_t>, std::optional<std::shared_ptr<CompressedWeights>>>(),
+                    std::vector<Given>, std::optional<std::shared_ptr<CompressedWeights>>>(),
            py::arg("workers"), py::arg("steps"), py::arg("fixed"), py::arg("given"),
            py::arg("compressed") = py::none(),
            "steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is\n"
            "(base, offset in bytes, dtype, strides), a float or None. beside: a product that is\n"
            "computed at the same time as the one before it. call: of an attention, its layer and\n"
-           "keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those\n"
-           "that run() gets, which follow. compressed: copies of weights that products read.\n\n"
+           "keyword arguments; else None. fixed: tensors, the first bases. given: of each that\n"
+           "run() gets, which follow, its dtype and shape, or its bytes. compressed: copies of\n"
+           "weights that products read.\n\n"
            "Raises:\n"
            "    InvalidArgumentError: an operand outside of its memory, or of another kind than\n"
            "        its operation's.")
@@ -269,7 +306,9 @@ void bind_program(py::module_& m) {
            "attention: the running forward of a pager on the CPU, whose attention is computed\n"
            "without Python; or an object with the same `attend`, or None where nothing attends.\n\n"
            "Raises:\n"
-           "    InvalidArgumentError: a tensor is not contiguous, or of another size.\n"
+           "    InvalidArgumentError: another number of tensors is given, or one is not "
+           "contiguous,\n"
+           "        or of another size, dtype or shape than expected. Nothing is computed then.\n"
            "    Whatever attention, or a signal's handler, raises; the rest is not computed then.");
 }
 

@@ -309,9 +309,10 @@ std::shared_ptr<SnapshotContent> loose_content(const Layout& layout,
     chunks.push_back(std::move(chunk));
   }
   std::vector<TokenId> ids = tokens.to_vector("tokens");
+  const Layout copied = layout;  // of options, it may be set while the GIL is free
   const Release release;
   return dropped_without_gil<SnapshotContent>(
-      std::make_shared<snapshot::LooseContent>(layout, std::move(ids), std::move(chunks)));
+      std::make_shared<snapshot::LooseContent>(copied, std::move(ids), std::move(chunks)));
 }
 
 using Counts = std::array<int64_t, 3>;
@@ -325,8 +326,9 @@ std::shared_ptr<SnapshotContent> converted_content(
     names.before = {std::get<0>(*before).to_vector("before"), std::get<1>(*before),
                     std::get<2>(*before)};
   }
+  const Layout copied = layout;  // of options, it may be set while the GIL is free
   const Release release;
-  return dropped_without_gil(converted(source, layout, names));
+  return dropped_without_gil(converted(source, copied, names));
 }
 
 void bind_content(py::module_& m) {
@@ -451,9 +453,10 @@ void bind_writer(py::module_& m) {
                      "Writes a snapshot under a temporary name; publish gives it its own.")
       .def(py::init([](const std::string& path, const Layout& layout, int64_t reserve_bytes,
                        uint32_t mode) {
+             const Layout copied = layout;  // of options, it may be set while the GIL is free
              // No call guard: pybind11 notes a new object in a table that the GIL guards.
              const Release release;
-             return std::make_unique<Writer>(path, layout, reserve_bytes, mode);
+             return std::make_unique<Writer>(path, copied, reserve_bytes, mode);
            }),
            py::arg("path"), py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
            "mode: permissions; a file that has the name keeps those that it lacks.")

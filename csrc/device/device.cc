@@ -79,7 +79,7 @@ Name parse(const std::string& name) {
 
 }  // namespace
 
-Report probe(const std::string& kind) noexcept {
+Report probe(const std::string& kind) {
   Report report;
   try {
     report.kind = kind;

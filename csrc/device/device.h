@@ -19,7 +19,7 @@ struct Report {
   std::string why_not;  // empty: devices can be opened
   std::vector<Info> devices;
 };
-Report probe(const std::string& kind) noexcept;
+Report probe(const std::string& kind);
 
 class Device;
 

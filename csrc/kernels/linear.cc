@@ -2,11 +2,12 @@
 #include "kvpager/linear.h"
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
-#include "kernels/float_buffer.h"
 #include "kernels/float_environment.h"
 #include "kernels/kernel_table.h"
+#include "kernels/workspaces.h"
 #include "kvpager/error.h"
 #include "kvpager/thread_pool.h"
 
@@ -34,21 +35,30 @@ class Panels {
  public:
   // inputs: copies of each product's rows; null: the kernel reads them as they lie.
   Panels(const LinearParams* products, int64_t count, const float* const* inputs, int threads)
-      : products_(products), inputs_(inputs), threads_(threads) {
+      : products_(products), count_(count), inputs_(inputs), threads_(threads) {
     for (int64_t i = 0; i < count; ++i) panels_ += panels_of(products[i]);
   }
 
   int64_t count() const { return panels_; }
 
-  void run(const KernelTable& table, int64_t item) const {
+  // Of each thread, on cache lines of its own; none where rows are read as they lie.
+  int64_t scratch_floats(const KernelTable& table) const {
+    if (inputs_ == nullptr) return 0;
+    int64_t most = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      most = std::max(most, table.linear_packing(products_[i]).scratch_floats);
+    }
+    return (most + kLineFloats - 1) / kLineFloats * kLineFloats;
+  }
+
+  // scratch: [scratch_floats]
+  void run(const KernelTable& table, int64_t item, float* scratch) const {
     const Panel panel = panel_of(item);
     const bool copied = inputs_ != nullptr;
     const void* next =
         copied && item + threads_ < panels_ ? panel_of(item + threads_).params.w : nullptr;
     const FloatEnvironment environment(panel.params.dtype == DType::kBFloat16);
-    thread_local FloatBuffer scratch;
-    table.linear_panel(panel.params, next, copied ? inputs_[panel.product] : nullptr,
-                       scratch.reserve(table.linear_packing(panel.params).scratch_floats));
+    table.linear_panel(panel.params, next, copied ? inputs_[panel.product] : nullptr, scratch);
   }
 
  private:
@@ -91,7 +101,10 @@ class Panels {
     return {product, part};
   }
 
+  static constexpr int64_t kLineFloats = 32;
+
   const LinearParams* products_;
+  const int64_t count_;
   const float* const* inputs_;
   const int threads_;
   int64_t panels_ = 0;
@@ -101,7 +114,12 @@ void run_panels(const Panels& panels, int threads, int64_t rows, ThreadPool& poo
   const KernelTable& table = kernels();
   const auto next =
       rows <= kDecodedRows ? ThreadPool::NextRun::kSoon : ThreadPool::NextRun::kUnknown;
-  pool.run(panels.count(), [&](int64_t item, int) { panels.run(table, item); }, threads, next);
+  const int64_t each = panels.scratch_floats(table);
+  const Workspace scratch(pool.workspaces(), each * pool.threads());
+  const auto run = [&](int64_t item, int thread) {
+    panels.run(table, item, scratch.data() + each * thread);
+  };
+  pool.run(panels.count(), std::cref(run), threads, next);  // small enough to need no memory
 }
 
 // Rows are copied once for all panels, in the order in which they are multiplied.
@@ -126,8 +144,8 @@ void run_copied(const std::vector<LinearParams>& products, int threads, ThreadPo
     }
     input_of.push_back(inputs.size() - 1);
   }
-  thread_local FloatBuffer buffer;
-  float* const copies = buffer.reserve(floats);
+  const Workspace room(pool.workspaces(), floats);
+  float* const copies = room.data();
   const auto copy = [&](int64_t item, int) {
     const Input& input = inputs[static_cast<size_t>(item / groups)];
     const int64_t group = item % groups;

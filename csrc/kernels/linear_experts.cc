@@ -4,9 +4,10 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/float_buffer.h"
+#include "kernels/workspaces.h"
 #include "kvpager/error.h"
 #include "kvpager/linear.h"
+#include "kvpager/read_once.h"
 #include "kvpager/thread_pool.h"
 
 namespace kvpager {
@@ -19,8 +20,9 @@ struct Grouped {
   explicit Grouped(const ExpertsParams& params)
       : rows(static_cast<size_t>(params.all.rows)),
         begins(static_cast<size_t>(params.experts) + 1) {
-    for (int64_t row = 0; row < params.all.rows; ++row) {
-      const int64_t expert = params.chosen[row];
+    const std::vector<int64_t> chosen = read_once(params.chosen, rows.size());
+    for (size_t row = 0; row < chosen.size(); ++row) {
+      const int64_t expert = chosen[row];
       if (expert < 0 || expert >= params.experts) {
         throw InvalidArgumentError(
             str("row ", row, " chose expert ", expert, "; expected 0 to ", params.experts - 1));
@@ -29,18 +31,27 @@ struct Grouped {
     }
     std::partial_sum(begins.begin(), begins.end(), begins.begin());
     std::vector<int64_t> next(begins.begin(), begins.end() - 1);
-    for (int64_t row = 0; row < params.all.rows; ++row) {
-      rows[static_cast<size_t>(next[static_cast<size_t>(params.chosen[row])]++)] = row;
+    for (size_t row = 0; row < chosen.size(); ++row) {
+      rows[static_cast<size_t>(next[static_cast<size_t>(chosen[row])]++)] =
+          static_cast<int64_t>(row);
     }
+  }
+
+  // Whether some expert has several rows.
+  bool shared() const {
+    for (size_t expert = 0; expert + 1 < begins.size(); ++expert) {
+      if (begins[expert + 1] - begins[expert] > 1) return true;
+    }
+    return false;
   }
 
   std::vector<int64_t> rows;
   std::vector<int64_t> begins;
 };
 
-char* bytes_of(FloatBuffer& buffer, int64_t bytes) {
+int64_t floats_of(int64_t bytes) {
   const int64_t float_bytes = sizeof(float);
-  return reinterpret_cast<char*>(buffer.reserve((bytes + float_bytes - 1) / float_bytes));
+  return (bytes + float_bytes - 1) / float_bytes;
 }
 
 }  // namespace
@@ -51,9 +62,11 @@ void linear_of_experts(const ExpertsParams& params, ThreadPool& pool,
   const Grouped grouped(params);
   const int64_t bytes = dtype_bytes(all.dtype);
   const int64_t read = all.depth * bytes, written = all.outputs * bytes;
-  thread_local FloatBuffer inputs, outputs;
-  char* const x = bytes_of(inputs, all.rows * read);
-  char* const y = bytes_of(outputs, all.rows * written);
+  const int64_t copies = grouped.shared() ? all.rows : 0;
+  const Workspace inputs(pool.workspaces(), floats_of(copies * read));
+  const Workspace outputs(pool.workspaces(), floats_of(copies * written));
+  char* const x = reinterpret_cast<char*>(inputs.data());
+  char* const y = reinterpret_cast<char*>(outputs.data());
   const auto row_of_x = [&](int64_t place) {
     const int64_t row = grouped.rows[static_cast<size_t>(place)] / params.choices;
     return static_cast<const char*>(all.x) + row * all.x_stride * bytes;

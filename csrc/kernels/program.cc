@@ -203,6 +203,21 @@ void check(const Instruction& given, const std::vector<int64_t>& bytes) {
   check(given.b, given.shape, bytes, "b");
 }
 
+void check_given(size_t number, const Memory& memory, int64_t bytes, int64_t alignment) {
+  if (memory.bytes != bytes) {
+    throw InvalidArgumentError(
+        str("tensor ", number, " has ", memory.bytes, " bytes; expected ", bytes));
+  }
+  if (memory.data == nullptr && bytes > 0) {
+    throw InvalidArgumentError(
+        str("tensor ", number, " has no memory; expected ", bytes, " bytes"));
+  }
+  if (reinterpret_cast<uintptr_t>(memory.data) % static_cast<uintptr_t>(alignment) != 0) {
+    throw InvalidArgumentError(
+        str("tensor ", number, " is not aligned to ", alignment, " bytes; pass a copy"));
+  }
+}
+
 void check_beside(const Instruction& given, const Instruction* before) {
   if (!given.beside) return;
   if (given.operation != Operation::kLinear || before == nullptr ||
@@ -225,14 +240,30 @@ Program::Program(std::vector<Instruction> instructions, std::vector<Memory> fixe
     check(instructions_[i], bytes);
     check_beside(instructions_[i], i == 0 ? nullptr : &instructions_[i - 1]);
   }
+  alignments_.assign(given_.size(), 1);
+  const auto first = static_cast<int32_t>(fixed_.size());
+  for (const Instruction& one : instructions_) {
+    for (const Operand* operand : {&one.out, &one.a, &one.b, &one.c, &one.d}) {
+      const auto number = static_cast<size_t>(std::max(-1, operand->base - first));
+      if (number >= given_.size()) continue;
+      int64_t& alignment = alignments_[number];
+      alignment = std::max(alignment, dtype_bytes(operand->dtype));
+    }
+  }
 }
 
-void Program::run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend,
+void Program::run(const std::vector<Memory>& given, ThreadPool& pool, const Attend& attend,
                   const CompressedWeights* compressed) const {
+  if (given.size() != given_.size()) {
+    throw InvalidArgumentError(str(given.size(), " tensors are given; expected ", given_.size()));
+  }
   std::vector<void*> bases;
   bases.reserve(fixed_.size() + given.size());
   for (const Memory& memory : fixed_) bases.push_back(memory.data);
-  bases.insert(bases.end(), given.begin(), given.end());
+  for (size_t i = 0; i < given.size(); ++i) {
+    check_given(i, given[i], given_[i], alignments_[i]);
+    bases.push_back(given[i].data);
+  }
   const KernelTable& table = kernels();
   std::vector<LinearParams> products;
   std::vector<float> sinks;

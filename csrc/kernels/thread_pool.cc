@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/workspaces.h"
 #include "kvpager/error.h"
 
 namespace kvpager {
@@ -214,6 +215,7 @@ struct ThreadPool::Impl {
   std::mutex in_use;  // by a run
   std::mutex error_mutex;
   std::exception_ptr error;
+  Workspaces workspaces;
 };
 
 ThreadPool::ThreadPool(int threads, int64_t waking_nanoseconds) {
@@ -236,6 +238,10 @@ ThreadPool::~ThreadPool() {
 }
 
 int ThreadPool::threads() const { return impl_->threads; }
+
+Workspaces& ThreadPool::workspaces() { return impl_->workspaces; }
+
+int64_t ThreadPool::workspace_bytes() const { return impl_->workspaces.bytes(); }
 
 int ThreadPool::worth_waking(int64_t nanoseconds) const {
   if (impl_->waking_nanoseconds == 0) return impl_->threads;

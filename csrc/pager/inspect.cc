@@ -59,6 +59,7 @@ PagerStats Pager::Impl::stats() const {
   backend->add_to(&stats);
   residency.add_to(&stats);
   sequences.add_to(&stats);
+  stats.workspace_bytes = workers->workspace_bytes();
   return stats;
 }
 

@@ -131,33 +131,47 @@ uint64_t Pager::begin(const std::vector<RowSpan>& spans, std::vector<TokenId> to
     return impl_->forward.begin(spans, std::move(tokens), std::move(forward_options));
   });
 }
-void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.give(k, v, stream); });
+void Pager::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream,
+                 uint64_t of) {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
+    impl_->forward.give(k, v, stream);
+  });
 }
 void Pager::attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
-                   const TensorView& out, const AttendOptions& attend_options) {
+                   const TensorView& out, const AttendOptions& attend_options, uint64_t of) {
   locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
     impl_->forward.attend(layer, q, k, v, out, attend_options);
   });
 }
-void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.write(layer, k, v, stream); });
+void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream, uint64_t of) {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
+    impl_->forward.write(layer, k, v, stream);
+  });
 }
 uint64_t Pager::generation() const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->backend->generation(); });
 }
-void Pager::mark_replayed(uint64_t generation, void* stream) {
-  locked(*impl_,
-         [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.mark_replayed(generation, stream); });
+void Pager::mark_replayed(uint64_t generation, void* stream, uint64_t of) {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
+    impl_->forward.mark_replayed(generation, stream);
+  });
 }
 void Pager::commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
-                   Provenance provenance) {
+                   Provenance provenance, uint64_t of) {
   locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
     impl_->forward.commit(sequences, accepted, provenance);
   });
 }
-void Pager::commit_all(Provenance provenance) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.commit_all(provenance); });
+void Pager::commit_all(Provenance provenance, uint64_t of) {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
+    impl_->forward.commit_all(provenance);
+  });
 }
 void Pager::abort() {
   locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->forward.abort(); });

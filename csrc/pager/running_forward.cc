@@ -59,6 +59,11 @@ RunningForward::RunningForward(const PagerParts& parts, Residency& residency, Se
       number_(number),
       held_(parts.ledger) {}
 
+void RunningForward::require_running(uint64_t number) const {
+  if (number == 0 || (forward_ && forward_->number == number)) return;
+  throw InvalidArgumentError(kForwardEnded);
+}
+
 void RunningForward::give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
                           void* stream) {
   if (!forward_) throw InvalidArgumentError("give: no forward is running; call begin first");

@@ -32,6 +32,9 @@ class RunningForward {
   // Null: none runs.
   const Forward* get() const { return forward_.get(); }
 
+  // InvalidArgumentError unless the forward with this number runs; 0: nothing is asked.
+  void require_running(uint64_t number) const;
+
   // Returns its number.
   uint64_t begin(std::vector<RowSpan> spans, std::vector<TokenId> tokens, ForwardOptions with);
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v, void* stream);

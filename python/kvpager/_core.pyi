@@ -191,15 +191,20 @@ class Program:
             ]
         ],
         fixed: collections.abc.Sequence[typing.Any],
-        given: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        given: collections.abc.Sequence[
+            typing.SupportsInt
+            | typing.SupportsIndex
+            | tuple[str, collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]]
+        ],
         compressed: CompressedWeights | None = None,
     ) -> None:
         """
         steps: (operation, shape, depth, (out, a, b, c, d), beside, call); an operand is
         (base, offset in bytes, dtype, strides), a float or None. beside: a product that is
         computed at the same time as the one before it. call: of an attention, its layer and
-        keyword arguments; else None. fixed: tensors, the first bases. given: bytes of those
-        that run() gets, which follow. compressed: copies of weights that products read.
+        keyword arguments; else None. fixed: tensors, the first bases. given: of each that
+        run() gets, which follow, its dtype and shape, or its bytes. compressed: copies of
+        weights that products read.
 
         Raises:
             InvalidArgumentError: an operand outside of its memory, or of another kind than
@@ -213,7 +218,8 @@ class Program:
         without Python; or an object with the same `attend`, or None where nothing attends.
 
         Raises:
-            InvalidArgumentError: a tensor is not contiguous, or of another size.
+            InvalidArgumentError: another number of tensors is given, or one is not contiguous,
+                or of another size, dtype or shape than expected. Nothing is computed then.
             Whatever attention, or a signal's handler, raises; the rest is not computed then.
         """
 
@@ -677,7 +683,7 @@ class Pager:
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None:
         """
-        Of each layer: [given, kv_heads, head_dim] of the pager's device.
+        OwnedForward.give_rows of whichever forward runs; likewise `write` and `mark_replayed`.
         """
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
     def legacy_chain_hashes(
@@ -870,6 +876,27 @@ class OwnedForward:
         sequences: typing.Any,
         accepted: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         provenance: str,
+    ) -> None: ...
+    def give_rows(
+        self,
+        k: list[typing.Any],
+        v: list[typing.Any],
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None:
+        """
+        Of each layer: [given, kv_heads, head_dim] of the pager's device.
+        """
+    def mark_replayed(
+        self,
+        generation: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    def write_rows(
+        self,
+        layer: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.Any,
+        v: typing.Any,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
     @property
     def attend_seconds(self) -> float:

@@ -430,6 +430,18 @@ def test_a_program_refuses_tensors_that_are_not_as_it_was_told(workers):
             program.run(None, given)
 
 
+def test_a_program_refuses_a_tensor_of_another_dtype_or_shape_of_as_many_bytes(workers):
+    steps = [told("copy", [FOUR, (1, *FOUR[1:])])]
+    memory = torch.zeros(8)
+    program = _core.Program(workers, steps, [memory], [("float32", [2, 2])])
+    for given in (torch.ones(4), torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(1, 4)):
+        with pytest.raises(InvalidArgumentError, match=r"tensor 0 is .*float32 of shape \(2, 2\)"):
+            program.run(None, [given])
+    assert not memory.any()
+    program.run(None, [torch.ones(2, 2)])
+    assert memory.tolist() == [1.0] * 4 + [0.0] * 4
+
+
 def test_products_stay_behind_what_makes_their_weights(workers):
     class Gated(torch.nn.Module):
         def __init__(self):

@@ -155,6 +155,44 @@ def test_a_forward_that_failed_does_not_speak_for_the_next_one():
     assert sequence.length == 2 * C + 4
 
 
+class Replacing:
+    """A tensor whose export ends the running forward and begins another one."""
+
+    def __init__(self, tensor, replace):
+        self._tensor = tensor
+        self._replace = replace
+
+    def __dlpack__(self):
+        self._replace()
+        return self._tensor.__dlpack__()
+
+
+@pytest.mark.parametrize("call", ["attend", "write", "give"])
+def test_what_is_for_a_forward_that_was_replaced_meanwhile_does_not_reach_the_next_one(call):
+    pager = make()
+    sequence = filled(pager)
+    form = "given" if call == "give" else "spans"
+    first = begin(pager, sequence, form)
+    second = []
+
+    def replace():
+        if not second:
+            first.abort()
+            second.append(begin(pager, sequence, form))
+
+    k, v = Replacing(K[0, :4], replace), V[0, :4]
+    calls = {
+        "attend": lambda: first.attend(0, Q[:4], k, v, scaling=1.0),
+        "write": lambda: first.write(0, k, v),
+        "give": lambda: first.give([k], [v]),
+    }
+    with pytest.raises(InvalidArgumentError, match="this forward has ended"):
+        calls[call]()
+    (running,) = second
+    with pytest.raises(InvalidArgumentError, match=r"was never written|are missing"):
+        running.commit()
+
+
 def test_what_nobody_holds_goes_back():
     pager = make()
     sequence = filled(pager)

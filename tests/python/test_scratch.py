@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from kvpager import _core
 from kvpager.config import Dense, PagerConfig, TopK
 from kvpager.pager import ROW_COMMIT, ROW_GIVEN, Layout, Pager
 
@@ -96,6 +99,27 @@ def test_scratch_of_a_forward_that_was_abandoned_is_given_back():
         running.attend(0, q, q[:, :KV_HEADS], q[:, :KV_HEADS], scaling=0.125)
         assert pager.stats()["scratch_bytes"] > KEPT / 2
     assert pager.stats()["scratch_bytes"] <= KEPT
+
+
+def test_what_products_keep_is_in_stats_and_bounded_for_all_threads_together():
+    workers = _core.Workers(2)
+    config = PagerConfig(256, chunk_tokens=64, host_bytes=0)
+    pager = Pager(LAYOUT, config, rows=64, workers=workers)
+    assert pager.stats()["workspace_bytes"] == 0
+    x, out = torch.ones(600, 8192), torch.empty(600, 8)
+    weight, chosen = torch.ones(2, 8, 8192), torch.zeros(600, dtype=torch.int64)
+
+    def multiply():
+        assert _core.linear_of_experts(workers, x, weight, None, chosen, out)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=multiply) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert x.nbytes <= pager.stats()["workspace_bytes"] <= KEPT
+    assert out.eq(8192).all()
 
 
 def test_memory_that_no_figure_shows_is_small():

@@ -131,6 +131,9 @@ struct AttendOptions {
   void* stream = nullptr;  // the stream that is current on the device; null: its default stream
 };
 
+// What a call says that names a forward which does not run.
+inline constexpr char kForwardEnded[] = "this forward has ended; begin another one";
+
 struct PagerStats {
   int64_t pool_blocks = 0, free_blocks = 0, open_blocks = 0, pinned_blocks = 0;
   int64_t pool_bytes = 0;      // mapped for the slab, as the allocator counts it
@@ -159,6 +162,9 @@ struct PagerStats {
   int64_t device_bytes = 0, pinned_bytes = 0, scratch_bytes = 0, table_bytes = 0;
   int64_t bytes_copied_up = 0, bytes_copied_down = 0, slices_staged = 0, bytes_staged = 0;
   int64_t host_waits = 0;
+  // What products of matrices keep in the threads that this pager uses, shared or its own, for their next
+  // calls, and what those that run have taken.
+  int64_t workspace_bytes = 0;
   double seconds_write = 0, seconds_scan = 0, seconds_load = 0, seconds_attend = 0,
          seconds_seal = 0, seconds_recall = 0, seconds_wait = 0;
 };
@@ -210,7 +216,8 @@ class Pager {
   // row order. `stream` is the caller's stream of a device, here and in write and attend: what is
   // launched there is ordered with the caller's own work. It must not be capturing here; a graph
   // may capture writes and attention between begin and commit, after which they have not run.
-  // Returns the number of this forward, for abort().
+  // Returns the number of this forward. Calls that take one as `of` are refused with InvalidArgumentError
+  // unless that forward runs when they have the lock; 0: whichever runs.
   uint64_t begin(const std::vector<RowDescriptor>& rows, void* stream = nullptr);
   // The same, rows that follow each other named at once. tokens [rows]: of all spans together.
   uint64_t begin(const std::vector<RowSpan>& spans, std::vector<TokenId> tokens,
@@ -227,29 +234,30 @@ class Pager {
   // then on, each those before it. Non-finite ones abort the forward (NonFiniteError: layer,
   // position), on a device at commit. Not while `stream` is captured.
   void give(const std::vector<TensorView>& k, const std::vector<TensorView>& v,
-            void* stream = nullptr);
+            void* stream = nullptr, uint64_t of = 0);
   // k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim]; q [rows, q_heads, k_dim] -> out [rows,
   // q_heads, v_dim]. Non-finite keys or values of commit rows, and queries of rows that are no
   // padding, abort the forward (NonFiniteError: layer, position), on a device at commit.
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
-              const TensorView& out, const AttendOptions& attend_options);
+              const TensorView& out, const AttendOptions& attend_options, uint64_t of = 0);
   // K/V without attention: rows computed elsewhere.
-  void write(int layer, const TensorView& k, const TensorView& v, void* stream = nullptr);
+  void write(int layer, const TensorView& k, const TensorView& v, void* stream = nullptr,
+             uint64_t of = 0);
   // Changes whenever memory that captured launches refer to has been allocated anew (by a begin that
   // outgrew it). A graph is worth replaying while this is what it was when it was captured.
   uint64_t generation() const;
   // Between begin and commit: the layers of this forward were run on `stream` by replaying a graph
   // that was captured when generation() was `generation`, with as many rows. Not with
   // ForwardOptions::dense where the configured selection, which the graph runs, is another one.
-  void mark_replayed(uint64_t generation, void* stream = nullptr);
+  void mark_replayed(uint64_t generation, void* stream = nullptr, uint64_t of = 0);
   // accepted[i] rows of sequences[i] are committed (sequences not named: none of theirs), given
   // positions and rows counted together. Every layer must have been written, and what is to be given
   // given. provenance: what these rows are worth at best. Rows of the model can be exact in a forward
   // of M of them, or of a number that is proven to be its equal. A forward without any has nothing
   // that the number could change: what is given is then worth what the caller says.
   void commit(const std::vector<SequenceId>& sequences, const std::vector<int64_t>& accepted,
-              Provenance provenance = Provenance::kExact);
-  void commit_all(Provenance provenance = Provenance::kExact);
+              Provenance provenance = Provenance::kExact, uint64_t of = 0);
+  void commit_all(Provenance provenance = Provenance::kExact, uint64_t of = 0);
   // Ends the running forward as if it had not begun; with a number, only if it is that one. Nothing
   // to end: nothing happens.
   void abort();

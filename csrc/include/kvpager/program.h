@@ -77,10 +77,11 @@ class Program {
   Program(std::vector<Instruction> instructions, std::vector<Memory> fixed,
           std::vector<int64_t> given);
 
-  // given: memory of as many bytes as were told. An operation reads what those before it have written.
+  // given: memory of as many bytes as were told, aligned to what is in it; InvalidArgumentError where it
+  // is not. An operation reads what those before it have written.
   // attend: computes every attention, in order; what it throws ends the run.
   // compressed: as linear() takes it.
-  void run(const std::vector<void*>& given, ThreadPool& pool, const Attend& attend = {},
+  void run(const std::vector<Memory>& given, ThreadPool& pool, const Attend& attend = {},
            const CompressedWeights* compressed = nullptr) const;
 
   const std::vector<int64_t>& given() const { return given_; }
@@ -90,6 +91,7 @@ class Program {
   std::vector<Instruction> instructions_;
   std::vector<Memory> fixed_;
   std::vector<int64_t> given_;
+  std::vector<int64_t> alignments_;  // of what is given
 };
 
 }  // namespace kvpager

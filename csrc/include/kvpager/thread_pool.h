@@ -10,6 +10,8 @@
 
 namespace kvpager {
 
+class Workspaces;
+
 class ThreadPool {
  public:
   // Work that takes one thread less than this is not worth waking another for: a sleeping thread
@@ -33,6 +35,10 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const;
+
+  // What calls that use these threads need while they run (kernels/workspaces.h), and its bytes.
+  Workspaces& workspaces();
+  int64_t workspace_bytes() const;
 
   // How many threads work that takes one thread about this long should be shared by, in
   // [1, threads()].

@@ -302,8 +302,9 @@ class _Writer:
             for place, op in enumerate(group)
         ]
         self._read += places.fixed
-        sizes = [node.meta["made"].nbytes for node in places.given]
-        program = _core.Program(self._workers, steps, places.fixed, sizes, self._compressed)
+        made = [node.meta["made"] for node in places.given]
+        told = [(FLOATS[each.dtype], list(each.shape)) for each in made]
+        program = _core.Program(self._workers, steps, places.fixed, told, self._compressed)
         given = [self._value(node) for node in places.given]
         attention = self._new[next(iter(self._nodes))]
         self._graph.call_method("run", (self._hold(program), attention, given))

@@ -136,14 +136,14 @@ class Forward(_core.OwnedForward):
             NonFiniteError: a key or value is not finite; the forward was aborted. On a GPU `commit`
                 raises it.
         """
-        self.core.give(list(k), list(v), self.pager.place.stream)
+        self.give_rows(list(k), list(v), self.pager.place.stream)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the rows' K/V at this layer without attending.
 
         k [M, kv_heads, k_dim] and v [M, kv_heads, v_dim] are as `attend` takes them.
         """
-        self.core.write(layer, k, v, self.pager.place.stream)
+        self.write_rows(layer, k, v, self.pager.place.stream)
 
     def replayed(self, generation: int) -> None:
         """Call it after replaying a CUDA graph that has every layer of a forward.
@@ -157,7 +157,7 @@ class Forward(_core.OwnedForward):
             InvalidArgumentError: memory that the graph writes to has been allocated again; abort
                 this forward, or capture it again.
         """
-        self.core.mark_replayed(generation, self.pager.place.stream)
+        self.mark_replayed(generation, self.pager.place.stream)
 
     def commit(
         self,

@@ -4,16 +4,20 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "float_mode.h"
 #include "kernels/half.h"
 #include "kernels/kernel_table.h"
+#include "kernels/workspaces.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "kvpager/thread_pool.h"
@@ -285,6 +289,107 @@ TEST_CASE("an expert that is not there is refused before anything is written") {
   CHECK(y.bytes() == before);
   params.all.rows = 0;
   linear_of_experts(params, pool);
+}
+
+TEST_CASE("experts that another thread rewrites are those that were checked, or are refused") {
+  const int64_t rows = 64, experts = 4;
+  const Problem all(DType::kFloat32, rows, experts * 4, 16);
+  Matrix y(DType::kFloat32, rows, 4);
+  std::vector<int64_t> chosen(static_cast<size_t>(rows), 0);
+  ThreadPool pool(1);
+  ExpertsParams params;
+  params.all = all.params(y);
+  params.all.outputs = 4;
+  params.experts = experts;
+  params.chosen = chosen.data();
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (uint64_t i = 0; !done; ++i) {
+      const int64_t one =
+          i % 2 == 0 ? int64_t{1} << 40 : 1;  // far outside of all memory, or an expert
+      __atomic_store_n(&chosen[i / 2 % chosen.size()], one, __ATOMIC_RELAXED);
+    }
+  });
+  int taken = 0, refused = 0;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(150);
+  while (std::chrono::steady_clock::now() < end) {
+    try {
+      linear_of_experts(params, pool);
+      ++taken;
+    } catch (const InvalidArgumentError&) {
+      ++refused;
+    }
+  }
+  done = true;
+  writer.join();
+  CHECK(taken + refused > 0);
+}
+
+// A product of experts that copies this many rows of so many numbers.
+void run_experts(ThreadPool& pool, int64_t rows, int64_t depth) {
+  const Problem all(DType::kFloat32, rows, 4, depth);
+  Matrix y(DType::kFloat32, rows, 2);
+  const std::vector<int64_t> chosen(static_cast<size_t>(rows), 1);
+  ExpertsParams params;
+  params.all = all.params(y);
+  params.all.outputs = 2;
+  params.experts = 2;
+  params.chosen = chosen.data();
+  linear_of_experts(params, pool);
+}
+
+TEST_CASE("what products need while they run is counted, bounded together and kept for the next") {
+  ThreadPool pool(2, 0);
+  CHECK(pool.workspace_bytes() == 0);
+  run_experts(pool, 1, 64);
+  CHECK(pool.workspace_bytes() == 0);  // one row is read and written where it is
+  run_experts(pool, 8, 64);
+  const int64_t few = pool.workspace_bytes();
+  CHECK(few >= 8 * 64 * 4);
+  run_experts(pool, 8, 64);
+  CHECK(pool.workspace_bytes() == few);
+
+  const int64_t most = Workspaces::kKeptBytes, depth = 32768;
+  run_experts(pool, most / depth / 4 + 8, depth);  // more than is kept
+  CHECK(pool.workspace_bytes() <= few * 4 + (1 << 20));
+
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] { run_experts(pool, most / depth / 4 / 2, depth); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(pool.workspace_bytes() >= most / 2);
+  CHECK(pool.workspace_bytes() <= most);
+}
+
+TEST_CASE("a workspace is the smallest that is kept, and the largest ones stay") {
+  Workspaces all;
+  const int64_t quarter = Workspaces::kKeptBytes / 4 / 4;  // floats
+  const float* small = nullptr;
+  const float* large = nullptr;
+  {
+    const Workspace a(all, 100), b(all, quarter);
+    small = a.data();
+    large = b.data();
+    CHECK(all.bytes() == (100 + quarter) * 4);
+    CHECK(Workspace(all, 0).data() == nullptr);
+  }
+  CHECK(all.bytes() == (100 + quarter) * 4);
+  {
+    const Workspace a(all, 50), b(all, 101);
+    CHECK(a.data() == small);
+    CHECK(b.data() == large);
+  }
+  {
+    const Workspace a(all, 2 * quarter), b(all, quarter), c(all, quarter), d(all, 50);
+    CHECK(b.data() == large);
+    CHECK(d.data() == small);
+  }
+  CHECK(all.bytes() == 4 * quarter * 4);  // the smallest went
+  {
+    const Workspace a(all, 4 * quarter + 1);
+  }
+  CHECK(all.bytes() == 4 * quarter * 4);
 }
 
 TEST_CASE("sums are as near to those of float64 as sixteen partial sums can be") {

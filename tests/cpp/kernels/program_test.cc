@@ -236,7 +236,7 @@ TEST_CASE(
   ThreadPool pool(1);
   size_t calls = 0;
   const std::byte* const at = memory.data();
-  program.run({given.data()}, pool, [&](const Attention& call) {
+  program.run({of(given)}, pool, [&](const Attention& call) {
     CHECK(call.number == calls++);
     CHECK(call.q.data == at + 400);
     CHECK(call.q.row_stride == kDim);
@@ -265,9 +265,9 @@ TEST_CASE(
   CHECK(widen(DType::kFloat32, memory.data(), 60) == -2.0f);  // read what attention had written
   *reinterpret_cast<float*>(memory.data() + 240) = 7.0f;
   CHECK_THROWS_AS(
-      program.run({given.data()}, pool, [](const Attention&) { throw CapacityError("full"); }),
+      program.run({of(given)}, pool, [](const Attention&) { throw CapacityError("full"); }),
       CapacityError);
-  CHECK_THROWS_AS(program.run({given.data()}, pool), InvalidArgumentError);
+  CHECK_THROWS_AS(program.run({of(given)}, pool), InvalidArgumentError);
   CHECK(widen(DType::kFloat32, memory.data(), 60) == 7.0f);
   const auto refused = [&](auto change) {
     Instruction bad = other;
@@ -383,10 +383,40 @@ TEST_CASE("memory that is given to a run is read and written where an operation 
   one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
   one.a = {1, 16, DType::kBFloat16, {0, 0, 0, 1}};
   ThreadPool pool(1);
-  Program({one}, {of(out)}, {32}).run({given.data()}, pool);
+  Program({one}, {of(out)}, {32}).run({of(given)}, pool);
   for (int64_t i = 0; i < 8; ++i) {
     CHECK(widen(DType::kFloat32, out.data(), i) == widen(DType::kBFloat16, given.data(), 8 + i));
   }
+}
+
+TEST_CASE("a run is refused, and computes nothing, unless it is given what the program expects") {
+  auto out = numbers(DType::kFloat32, 8, 11);
+  auto given = numbers(DType::kFloat32, 12, 12);
+  Instruction one;
+  one.shape = {1, 1, 1, 8};
+  one.out = {0, 0, DType::kFloat32, {0, 0, 0, 1}};
+  one.a = {1, 0, DType::kFloat32, {0, 0, 0, 1}};
+  ThreadPool pool(1);
+  const Program program({one}, {of(out)}, {32});
+  const auto before = out;
+  const Memory whole{given.data(), 32};
+  const auto refused = [&](const std::vector<Memory>& memory, const char* words) {
+    try {
+      program.run(memory, pool);
+      FAIL("it ran");
+    } catch (const InvalidArgumentError& error) {
+      CHECK(std::string(error.what()).find(words) != std::string::npos);
+    }
+    CHECK(out == before);
+  };
+  refused({}, "0 tensors are given; expected 1");
+  refused({whole, whole}, "2 tensors are given; expected 1");
+  refused({{given.data(), 28}}, "tensor 0 has 28 bytes; expected 32");
+  refused({{given.data(), 36}}, "tensor 0 has 36 bytes; expected 32");
+  refused({{nullptr, 32}}, "tensor 0 has no memory");
+  refused({{given.data() + 2, 32}}, "tensor 0 is not aligned to 4 bytes");
+  program.run({whole}, pool);
+  CHECK(std::memcmp(out.data(), given.data(), 32) == 0);
 }
 
 TEST_CASE("operands outside of their memory are refused, and those that an operation cannot have") {

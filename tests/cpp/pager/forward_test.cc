@@ -135,6 +135,37 @@ PAGER_TEST("calls out of order are refused and change nothing") {
   require_intact(pager, a);
 }
 
+PAGER_TEST("what is for a forward that has ended does not reach the one that runs") {
+  Pager pager(small_options(4, 16));
+  Known sequence = create(pager, 8, 1);
+  const std::vector<TokenId> more = some_tokens(3, 2);
+  const auto rows = commit_rows(sequence.id, 8, more.data(), 3);
+  const uint64_t ended = pager.begin(rows);
+  pager.abort();
+  Tensors t(kRows);
+  const auto refused = [&](const std::function<void()>& step) {
+    CHECK(contains(error_of<InvalidArgumentError>(pager, step), "this forward has ended"));
+  };
+  const auto all_refused = [&] {
+    refused([&] { pager.attend(0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}, ended); });
+    refused([&] { pager.write(0, t.k.view(), t.v.view(), nullptr, ended); });
+    refused([&] { pager.give({}, {}, nullptr, ended); });
+    refused([&] { pager.mark_replayed(0, nullptr, ended); });
+    refused([&] { pager.commit({}, {}, Provenance::kExact, ended); });
+    refused([&] { pager.commit_all(Provenance::kExact, ended); });
+  };
+  all_refused();  // none runs
+  const uint64_t runs = pager.begin(rows);
+  all_refused();
+  CHECK(pager.running_forward() == runs);
+  std::vector<TokenId> all = sequence.tokens;
+  all.insert(all.end(), more.begin(), more.end());
+  run_layers(pager, rows, all);
+  all_refused();
+  pager.commit_all(Provenance::kExact, runs);
+  require_intact(pager, {sequence.id, all});
+}
+
 PAGER_TEST("tensors of another shape, layer or range are refused while the forward goes on") {
   Pager pager(small_options(6, 16));
   Known a = create(pager, 20, 1);

@@ -31,6 +31,61 @@ BESIDE = "model/test_model_beside_engines.py::"
 
 OWN_PRODUCTS = (
     Mutant(
+        name="experts-are-read-again",
+        breaks="experts that another thread rewrites are those that were checked",
+        file="csrc/kernels/linear_experts.cc",
+        old="next[static_cast<size_t>(chosen[row])]++",
+        new="next[static_cast<size_t>(params.chosen[row])]++",
+        killers=(
+            KERNEL
+            + "experts that another thread rewrites are those that were checked, or are refused",
+        ),
+    ),
+    Mutant(
+        name="workspaces-never-shrink",
+        breaks="what products keep between calls is bounded for all threads together",
+        file="csrc/kernels/workspaces.h",
+        old="    while (kept > kKeptBytes || kept_.size() > kMost) {",
+        new="    while (kept_.size() > kMost) {",
+        killers=(
+            KERNEL + "a workspace is the smallest that is kept, and the largest ones stay",
+            "python/test_scratch.py::"
+            "test_what_products_keep_is_in_stats_and_bounded_for_all_threads_together",
+        ),
+    ),
+    Mutant(
+        name="workspaces-are-not-counted",
+        breaks="what products keep between calls is in stats",
+        file="csrc/pager/inspect.cc",
+        old="  stats.workspace_bytes = workers->workspace_bytes();\n",
+        new="",
+        killers=(
+            "python/test_scratch.py::"
+            "test_what_products_keep_is_in_stats_and_bounded_for_all_threads_together",
+        ),
+    ),
+    Mutant(
+        name="a-program-trusts-what-it-is-given",
+        breaks="a run is refused unless it is given what the program expects",
+        file="csrc/kernels/program.cc",
+        old="    check_given(i, given[i], given_[i], alignments_[i]);\n",
+        new="",
+        killers=(
+            PROGRAM
+            + "a run is refused, and computes nothing, unless it is given what the program expects",
+        ),
+    ),
+    Mutant(
+        name="a-program-takes-any-shape-of-as-many-bytes",
+        breaks="a program refuses a tensor of another dtype or shape",
+        file="csrc/bindings/program.cc",
+        old="        require_shaped(i, given[i], *shaped);\n",
+        new="",
+        killers=(
+            PROGRAMS + "test_a_program_refuses_a_tensor_of_another_dtype_or_shape_of_as_many_bytes",
+        ),
+    ),
+    Mutant(
         name="routers-are-torchs",
         breaks="a lone session of a mixture decodes with one row",
         file=FUNCTIONAL,

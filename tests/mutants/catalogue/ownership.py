@@ -11,6 +11,41 @@ EVERYWHERE = FINITE + "test_no_tier_takes_a_number_that_is_not_finite_at_any_off
 
 OWNERSHIP = (
     Mutant(
+        name="a-write-goes-to-whichever-forward-runs",
+        breaks="what is for a forward that has ended does not reach the one that runs",
+        file="csrc/bindings/pager.cc",
+        old="            write(*forward.pager(), layer, k, v, stream, forward.number());",
+        new="            write(*forward.pager(), layer, k, v, stream, 0);",
+        killers=(
+            IDENTITY
+            + "test_what_is_for_a_forward_that_was_replaced_meanwhile_does_not_reach_the_next_one"
+            "[write]",
+        ),
+    ),
+    Mutant(
+        name="attention-goes-to-whichever-forward-runs",
+        breaks="what is for a forward that has ended does not reach the one that runs",
+        file="csrc/bindings/handles.cc",
+        old="  pager()->attend(layer, q, k, v, out, options, number_);",
+        new="  pager()->attend(layer, q, k, v, out, options);",
+        killers=(
+            IDENTITY
+            + "test_what_is_for_a_forward_that_was_replaced_meanwhile_does_not_reach_the_next_one"
+            "[attend]",
+        ),
+    ),
+    Mutant(
+        name="a-forwards-number-is-not-asked-under-the-lock",
+        breaks="what is for a forward that has ended does not reach the one that runs",
+        file="csrc/pager/running_forward.cc",
+        old="  throw InvalidArgumentError(kForwardEnded);\n",
+        new="",
+        killers=(
+            "cpp/pager/forward_test.cc::"
+            "what is for a forward that has ended does not reach the one that runs",
+        ),
+    ),
+    Mutant(
         name="a-list-that-is-given-is-borrowed",
         breaks="tensors that are given live until the call has returned",
         file="csrc/bindings/pager.cc",
