@@ -57,10 +57,9 @@ BOOKKEEPING = (
     Mutant(
         name="what-a-layer-read-never-leaves",
         breaks="who was read by an attention call may leave when it has ended",
-        file="csrc/pager/running_forward.cc",
-        old="  residency_.invalidate_eviction();  // what the layer read and loaded can "
-        "leave again\n",
-        new="",
+        file="csrc/pager/eviction.cc",
+        old="note_all(ledger_, &victims_, evictable_unread, ",
+        new="note_all(ledger_, &victims_, evictable, ",
         killers=(
             "python/test_disk_tier.py::test_what_one_layer_read_gives_way_to_what_the_next_reads",
         ),

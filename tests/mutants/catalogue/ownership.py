@@ -107,14 +107,6 @@ OWNERSHIP = (
         killers=(IDENTITY + "test_a_forward_with_a_sequence_of_another_pager_is_refused",),
     ),
     Mutant(
-        name="a-forward-that-ended-speaks-for-the-next",
-        breaks="19: a forward is told by its number, not by there being one",
-        file="csrc/bindings/handles.cc",
-        old="pager->running_forward() != number_",
-        new="pager->running_forward() == 0",
-        killers=(IDENTITY + "test_a_forward_that_failed_does_not_speak_for_the_next_one",),
-    ),
-    Mutant(
         name="queries-are-not-looked-at",
         breaks="14: a query that is not finite aborts the forward",
         file="csrc/pager/host_attend.cc",
@@ -166,8 +158,8 @@ OWNERSHIP = (
         name="a-forked-child-takes-a-lock-back",
         breaks="6: a forked child takes back no lock of its parent's",
         file="csrc/bindings/locks.cc",
-        old="    if (descriptor_ >= 0 && !process_.forked()) ::flock",
-        new="    if (descriptor_ >= 0) ::flock",
+        old="    if (file_ != nullptr && !process_.forked()) ::flock",
+        new="    if (file_ != nullptr) ::flock",
         killers=(FORK + "[fork_while_writing]",),
     ),
 )

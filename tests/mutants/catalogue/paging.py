@@ -84,8 +84,8 @@ PAGING = (
         name="blocks-being-read-are-reused",
         breaks="5: a block that an attention call reads is not reused before it ends",
         file="csrc/pager/eviction.cc",
-        old="         record.readers == 0 && record.has_lower_copy();",
-        new="         record.has_lower_copy();",
+        old="    if (record.readers > 0) return Verdict::kStays;\n    const uint64_t arrives",
+        new="    const uint64_t arrives",
         killers=(
             "python/test_disk_tier.py::"
             "test_what_a_call_reads_is_not_evicted_for_what_else_it_reads",
