@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from agents import (
@@ -18,8 +19,9 @@ from pydantic import BaseModel
 from trials import CITIES, MODEL, main
 
 set_tracing_disabled(True)
-# A Responses stream that `max_tokens` cuts off is an error of this client.
-SETTINGS = ModelSettings(max_tokens=2000)
+# A Responses stream that `max_tokens` cuts off is an error of this client: answers that end.
+SETTINGS = ModelSettings(max_tokens=2000, extra_body={"seed": 1})
+CALLING = replace(SETTINGS, tool_choice="required", parallel_tool_calls=False)
 
 
 class Place(BaseModel):
@@ -49,25 +51,21 @@ async def try_text_and_streams(url):
 
 async def try_a_tool(url):
     for model in models(url):
-        settings = ModelSettings(max_tokens=400, tool_choice="required", parallel_tool_calls=False)
-        agent = Agent("forecaster", model=model, model_settings=settings, tools=[weather])
+        agent = Agent("forecaster", model=model, model_settings=CALLING, tools=[weather])
         done = await Runner.run(agent, "Weather?")
         assert any("rain in" in str(item.raw_item) for item in done.new_items)
 
 
 async def try_typed_output(url):
     for model in models(url):
-        agent = Agent(
-            "finder", model=model, model_settings=ModelSettings(max_tokens=80), output_type=Place
-        )
+        agent = Agent("finder", model=model, model_settings=SETTINGS, output_type=Place)
         assert (await Runner.run(agent, "Where?")).final_output.city in CITIES
 
 
 async def try_a_handoff(url):
     for model in models(url):
         other = Agent("writer", model=model, model_settings=SETTINGS)
-        settings = ModelSettings(max_tokens=400, tool_choice="required", parallel_tool_calls=False)
-        agent = Agent("first", model=model, model_settings=settings, handoffs=[other])
+        agent = Agent("first", model=model, model_settings=CALLING, handoffs=[other])
         assert (await Runner.run(agent, "Write.")).last_agent.name == "writer"
 
 
