@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import functools
 import os
 import random
 import sys
+import types
+import weakref
 
 import numpy as np
 import pytest
@@ -224,6 +228,75 @@ def variable_of_the_environment():
     return block(read)[0], lambda: os.environ.update(A_USERS_SWITCH="12")
 
 
+def array_of_the_standard_library():
+    model, own = block(lambda self, x: x * self.numbers[0], numbers=array.array("d", [1.0]))
+    return model, lambda: own.numbers.__setitem__(0, 2.0)
+
+
+def object_of_a_weak_reference():
+    model, own, code = with_block(lambda self, x: self.reference().apply(x))
+    kept = code.Settings()
+    own.reference = weakref.ref(kept)
+    return model, lambda: setattr(kept, "offset", 1.0)
+
+
+def context_variable():
+    factor = contextvars.ContextVar("factor", default=1.0)
+    model, _ = block(lambda self, x: x * factor.get())
+    return model, lambda: factor.set(2.0)
+
+
+def module_that_is_imported_as_code_runs():
+    def read(self, x):
+        import users_module
+
+        return x * users_module.Settings.scale
+
+    model, _, code = with_block(read)
+    return model, lambda: setattr(code.Settings, "scale", 2.0)
+
+
+def constant_of_a_module_that_is_imported_as_code_runs():
+    def read(self, x):
+        from users_module import other
+
+        return x * other
+
+    model, _, code = with_block(read)
+    code.other = 1.0
+    return model, lambda: setattr(code, "other", 2.0)
+
+
+def global_that_is_looked_up_by_a_text():
+    model, _, code = with_block(lambda self, x: x * globals()["unheard"])
+    code.unheard = 1.0
+    return model, lambda: setattr(code, "unheard", 2.0)
+
+
+def attribute_of_a_parameter():
+    model, own = block(lambda self, x: x * self.inner.up_proj.weight.strength)
+    weight = own.inner.up_proj.weight
+    weight.strength = 1.0
+    return model, lambda: setattr(weight, "strength", 2.0)
+
+
+def attribute_of_a_namespace():
+    model, own = block(lambda self, x: x * self.held.factor, held=types.SimpleNamespace(factor=1.0))
+    return model, lambda: setattr(own.held, "factor", 2.0)
+
+
+def number_of_a_dictionary_with_defaults():
+    numbers = collections.defaultdict(lambda: 1.0, factor=1.0)
+    model, own = block(lambda self, x: x * self.numbers["factor"], numbers=numbers)
+    return model, lambda: own.numbers.update(factor=2.0)
+
+
+def attribute_of_a_function():
+    model, _, code = with_block(lambda self, x: x * helper.factor)  # noqa: F821
+    code.helper.factor = 1.0
+    return model, lambda: setattr(code.helper, "factor", 2.0)
+
+
 CHANGES = {
     made.__name__.replace("_", " "): made
     for made in (
@@ -237,6 +310,11 @@ CHANGES = {
         *(builtin_that_a_module_hides, attribute_of_a_class, attribute_that_code_asks_for),
         *(attribute_by_a_computed_name, module_in_a_list, setting_of_a_module_in_a_list),
         *(generator_of_random_numbers, list_of_the_configuration, variable_of_the_environment),
+        *(array_of_the_standard_library, object_of_a_weak_reference, context_variable),
+        *(module_that_is_imported_as_code_runs, global_that_is_looked_up_by_a_text),
+        *(constant_of_a_module_that_is_imported_as_code_runs, attribute_of_a_parameter),
+        *(attribute_of_a_namespace, number_of_a_dictionary_with_defaults),
+        *(attribute_of_a_function,),
     )
 }
 

@@ -27,6 +27,7 @@ from kvpager.hf.reach import (
     INCIDENTAL,
     OPAQUE,
     Reach,
+    bytes_of,
     collected_by,
     content_of,
     home_of,
@@ -130,11 +131,13 @@ class Description:
         if wrapped or leaves or package_of(kind) in OPAQUE:
             return
         yield (kind,)
+        if (read := bytes_of(value)) is not None:
+            yield read()
         if isinstance(value, (list, tuple, collections.deque)):
             yield from _each(value)
         own = getattr(value, "__dict__", None)
         for key, item in sorted(own.items()) if isinstance(own, dict) else ():
-            if not key.startswith("_kvpager"):
+            if not str(key).startswith("_kvpager"):
                 yield str(key).encode()
                 yield (item,)
         for slot in slots_of(value):
@@ -190,7 +193,9 @@ def state_digest(model: torch.nn.Module, reach: Reach) -> str:
     description, digest = Description(model, reach), hashlib.blake2b(digest_size=32)
     for name, module in model.named_modules():
         for key, value in sorted(reach.attributes_of(module)):
-            if not isinstance(value, (torch.nn.Module, PreTrainedConfig)):
+            # Methods that are replaced are additions to the model, unless they only place it.
+            method = callable(value) and hasattr(type(module), key)
+            if not method and not isinstance(value, (torch.nn.Module, PreTrainedConfig)):
                 digest.update(f"{name}.{key} {description.of(value)};".encode())
     return digest.hexdigest()
 

@@ -18,7 +18,9 @@ import gc
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from pathlib import Path
 from types import (
@@ -67,6 +69,7 @@ _ARCHITECTURES = (
 )
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}  # torch's own, that each has
 _USED = frozenset({"warnings_issued", "generation_config"})  # by whoever calls a model
+_BY_NAME = frozenset({"globals", "vars", "getattr"})  # which look texts up
 ENVIRONMENT = frozenset({"environ", "getenv"})  # what code mentions that reads it
 _DEPTH = 12  # of objects in one another
 _COMPARED = (set, collections.deque, bytearray)  # by their content
@@ -136,6 +139,17 @@ def loaded_by(code: CodeType) -> frozenset[str]:
 
 
 @lru_cache(maxsize=4096)
+def imported_by(code: CodeType) -> frozenset[str]:
+    """Names of modules that code imports as it runs."""
+    return frozenset(
+        str(instruction.argval)
+        for each in codes_of(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname == "IMPORT_NAME"
+    )
+
+
+@lru_cache(maxsize=4096)
 def collected_by(code: CodeType) -> frozenset[str]:
     """Names of closures and globals that code only adds something to: lists of notes."""
     added: set[str] = set()
@@ -167,6 +181,14 @@ def class_dictionary(kind: type) -> dict[str, Any]:
     """The dictionary of a class itself, of which `vars` gives a view."""
     found: dict[str, Any] = next(x for x in gc.get_referents(vars(kind)) if isinstance(x, dict))
     return found
+
+
+def bytes_of(value: Any) -> Callable[[], bytes] | None:
+    """Reads the memory that an object shows of itself, as arrays do; None: it shows none."""
+    try:
+        return memoryview(value).tobytes
+    except TypeError:
+        return None
 
 
 def content_of(cell: Any) -> Any:
@@ -232,6 +254,9 @@ class Reach:
             self._follow_classes()
             for name, module in modules.items():
                 self._follow_attributes(name, module)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if self.names & vars(tensor).keys():
+                self._dictionary(name, vars(tensor), _DEPTH, True)
 
     def value(self, name: str, value: Any, depth: int = _DEPTH, *, data: bool = True) -> None:
         """Follows an object. data: it is the model's or of foreign code, not a library's own."""
@@ -368,13 +393,19 @@ class Reach:
         values, mentioned = function.__globals__, mentioned_by(function.__code__)
         self.names |= mentioned
         loaded = loaded_by(function.__code__) - collected_by(function.__code__)
+        if not known and loaded & _BY_NAME:
+            loaded |= mentioned & values.keys()
         self._look_up(vars(builtins), (loaded - values.keys()) & vars(builtins).keys())
         self._look_up(values, loaded)
         if not known and mentioned & ENVIRONMENT:
             read = functools.partial(_environment, sorted(mentioned))
             self.compared.append((f"the environment that {function.__qualname__} reads", read))
         # A name of a module of Python leads to names in that module.
-        waiting, visited = [(values, sorted(loaded), known)], {id(values)}
+        waiting: list[tuple[dict[str, Any], list[str], bool]]
+        waiting, visited = [(values, sorted(loaded), known)], set()
+        if not known:
+            imported = imported_by(function.__code__) & sys.modules.keys()
+            waiting += [(sys.modules, sorted(imported), False)] if imported else []
         while waiting:
             holder, names, of_library = waiting.pop()
             for name in names:
@@ -402,6 +433,18 @@ class Reach:
 
     def _tensor(self, name: str, value: Any, depth: int, data: bool) -> None:
         self.tensors.append((name, value))
+        if not self.is_known(type(value)):
+            self._add_class(type(value))
+        if vars(value):
+            self._dictionary(name, vars(value), depth, data)
+
+    def _reference(self, name: str, value: Any, depth: int, data: bool) -> None:
+        self.value(name, value(), depth - 1, data=data)
+        self.compared.append((name, value))
+
+    def _variable(self, name: str, value: Any, depth: int, data: bool) -> None:
+        self.value(name, value.get(None), depth - 1, data=data)
+        self.compared.append((name, functools.partial(value.get, None)))
 
     def _generator(self, name: str, value: Any, depth: int, data: bool) -> None:
         self.compared.append((name, functools.partial(state_of, value)))
@@ -421,6 +464,8 @@ class Reach:
             return
         if isinstance(value, torch.nn.Module) or not self.is_known(kind):
             self._add_class(kind)
+        if (read := bytes_of(value)) is not None:
+            self.compared.append((name, read))
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self.containers.append((name, "attributes", own))
@@ -445,6 +490,8 @@ _WAYS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (list, Reach._list),  # noqa: SLF001
     (dict, Reach._dictionary),  # noqa: SLF001
     (torch.Tensor, Reach._tensor),  # noqa: SLF001
+    (weakref.ref, Reach._reference),  # noqa: SLF001
+    (ContextVar, Reach._variable),  # noqa: SLF001
     (np.ndarray, Reach._array),  # noqa: SLF001
     (_GENERATORS, Reach._generator),  # noqa: SLF001
     (_COMPARED, Reach._content),  # noqa: SLF001
