@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 
+from kvpager.server.replay import Replay
 from server.running import CODER, GREEDY
 
 
@@ -90,3 +93,24 @@ def test_input_tokens_are_those_of_the_response(server):
     with pytest.raises(openai.NotFoundError) as raised:
         count(input="Why?", previous_response_id="resp_none")
     assert raised.value.code == "previous_response_not_found"
+
+
+def test_events_are_read_from_any_one_on_while_they_come():
+    async def read():
+        replay = Replay()
+        replay.add(("a", {}))
+        readers = [asyncio.ensure_future(_numbers(replay, after)) for after in (-1, 0, 1)]
+        await asyncio.sleep(0)
+        replay.add(("b", {}))
+        await asyncio.sleep(0)
+        replay.add(("c", {}), last=True)
+        late = await _numbers(replay, 1)
+        return [await reader for reader in readers], late
+
+    readers, late = asyncio.run(read())
+    assert readers == [[0, 1, 2], [1, 2], [2]]
+    assert late == [2]
+
+
+async def _numbers(replay, after):
+    return [number async for number, _ in replay.events(after)]

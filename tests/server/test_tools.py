@@ -157,3 +157,14 @@ def test_a_model_without_a_format_of_calls_refuses_tools(server):
     answer = server.post("/v1/chat/completions", messages=said("Hi"), tools=[WEATHER])
     assert answer.status_code == 400
     assert "--tool-calls" in answer.json()["error"]["message"]
+
+
+def test_a_call_that_is_forced_comes_before_the_form_of_the_text(tools):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    options = {"tools": [WEATHER], "response_format": form, "max_tokens": 60}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = tools.chat("Where?", tool_choice=choice, **options).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.tool_calls[0].function.name == "weather"
+    answer = tools.chat("Numbers", tool_choice="none", **options).choices[0]
+    assert set(json.loads(answer.message.content)) == {"n", "word"}
