@@ -162,6 +162,7 @@ def test_a_model_without_a_format_of_calls_refuses_tools(server):
 def test_a_call_that_is_forced_comes_before_the_form_of_the_text(tools):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     options = {"tools": [WEATHER], "response_format": form, "max_tokens": 60}
+    options["parallel_tool_calls"] = False
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         answer = tools.chat("Where?", tool_choice=choice, **options).choices[0]
         assert answer.finish_reason == "tool_calls"
