@@ -492,7 +492,8 @@ class Engine:
         """Completes many prompts, as many at a time as fit; returns results in the prompts' order.
 
         Each prompt's tokens are those it would have alone. An error of one prompt is reported in
-        its completion (finish "error") and not raised, also if the prompt cannot fit.
+        its completion (finish "error") and not raised, also if the prompt cannot fit, or comes to
+        more tokens than the model has positions for.
 
         Args:
             prompts: text or token ids each, or sessions to continue; or what a tokenizer returns
@@ -543,6 +544,7 @@ class Engine:
                         keep_session=keep_sessions,
                         on_token=on_token,
                         name=f"prompts[{i}]",
+                        among_others=True,
                     )
                     jobs.append(job)
                     its_seed = seed_after(job.seed)

@@ -11,6 +11,7 @@ from kvpager.errors import InvalidArgumentError
 
 # dtypes of keys and values by `PagerConfig.kv_dtype`, where they are codes (kvpager/codes.h).
 CODED = {"q8": ("q8", "q8"), "k8v4": ("q8", "q4"), "q4": ("q4", "q4")}
+_Q4_GROUP = 32  # numbers that share a scale
 Switch = Literal["auto", True, False]
 FloatLayers = Literal["auto"] | tuple[int, ...]
 
@@ -142,6 +143,12 @@ class Layout:
         if float_layers == "auto":
             float_layers = (0,) if "q4" in (k_dtype, v_dtype) and self.layers > 1 else ()
         _require_layers(float_layers, self.layers)
+        for field, dtype, size in (("k_dim", k_dtype, self.k_dim), ("v_dim", v_dtype, self.v_dim)):
+            if dtype == "q4" and size % _Q4_GROUP != 0:
+                raise InvalidArgumentError(
+                    f"kv_dtype is {kv_dtype!r} and {field}, the numbers of a head, is {size}; "
+                    f'4 bits take a multiple of {_Q4_GROUP}: use "q8", or "auto"'
+                )
         same = self.k_dtype == self.v_dtype
         return replace(
             self,

@@ -230,6 +230,21 @@ def test_a_dtype_that_is_none_is_refused_with_those_there_are():
         Layout(1, 1, 48, 64, k_dtype="q4")
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "field"), [("q4", "k_dim"), ("k8v4", "v_dim")], ids=["q4", "k8v4"]
+)
+@pytest.mark.parametrize("size", [16, 80])
+def test_heads_that_four_bits_do_not_fit_are_refused_with_the_option_and_what_fits(
+    kv_dtype, field, size
+):
+    plain = Layout(2, 1, size, size, k_dtype="float32")
+    with pytest.raises(InvalidArgumentError) as error:
+        plain.kept_as(kv_dtype)
+    assert f"kv_dtype is '{kv_dtype}' and {field}" in str(error.value)
+    assert f"is {size}; 4 bits take a multiple of 32" in str(error.value)
+    assert plain.kept_as("q8").k_dtype == "q8"
+
+
 def test_a_plan_counts_the_bytes_of_codes(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     shape = read_shape(tmp_path, "bfloat16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -149,7 +151,6 @@ def test_texts_beyond_a_models_positions_are_refused_at_the_call(closing):
         lambda: session.update(long),
         lambda: session.generate(LIMIT - 39, stream="tokens"),
         lambda: session.regenerate(LIMIT - 9, from_position=10, stream="tokens"),
-        lambda: engine.run([prompt(10), prompt(50)], 15),
         lambda: engine.scheduler().submit(prompt(50), 15),
         lambda: engine.score(prompt(LIMIT + 2)),
         lambda: engine.assemble([long]),
@@ -161,6 +162,36 @@ def test_texts_beyond_a_models_positions_are_refused_at_the_call(closing):
     assert session.tokens.tolist() == text
     assert len(session.generate(LIMIT - 40, eos=None).tokens.tolist()) == LIMIT - 40
     assert engine.score(prompt(LIMIT + 1)).logprobs.size == LIMIT
+
+
+def test_one_text_beyond_a_models_positions_fails_alone_in_a_run(closing):
+    engine = closing(make_engine(short()))
+    seen = []
+    prompts = [prompt(10), prompt(50), prompt(LIMIT + 1), prompt(12)]
+    done = engine.run(prompts, 15, n=2, on_token=lambda request, _: seen.append(request.index))
+    assert [each.index for each in done] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [each.finish_reason == "error" for each in done] == [False] * 2 + [True] * 4 + [
+        False
+    ] * 2
+    for each in done[2:6]:
+        assert isinstance(each.error, InvalidArgumentError)
+        expected = rf"prompts\[{each.index}\] with max_new_tokens comes to .* positions for 64"
+        assert re.search(expected, str(each.error))
+        assert each.tokens.size == 0
+    assert set(seen) == {0, 1, 6, 7}
+    for each in (done[0], done[6]):
+        (alone,) = engine.run([prompts[each.index]], 15, seed=each.seed)
+        assert alone.tokens.tolist() == each.tokens.tolist()
+
+
+def test_a_run_gives_a_session_back_whose_text_is_too_long(closing):
+    engine = closing(make_engine(short()))
+    session = closing(engine.session())
+    session.prefill(prompt(60))
+    refused, done = engine.run([session, prompt(5)], 15)
+    assert (refused.finish_reason, refused.session) == ("error", session)
+    assert done.finish_reason != "error"
+    assert session.generate(4, eos=None).tokens.size == 4
 
 
 def test_an_engine_goes_beyond_rotary_positions_if_told_to(closing):
@@ -175,9 +206,9 @@ def test_an_engine_goes_beyond_rotary_positions_if_told_to(closing):
 @pytest.mark.parametrize("option", [False, True])
 def test_learned_positions_have_an_end(gpt2, option):
     with make_engine(gpt2, beyond_max_positions=option) as engine:
-        with pytest.raises(InvalidArgumentError, match="learned positions for 64") as error:
-            engine.run([prompt(20), prompt(LIMIT + 6)], NEW)
-        assert "beyond_max_positions" not in str(error.value)
+        _, refused = engine.run([prompt(20), prompt(LIMIT + 6)], NEW)
+        assert "learned positions for 64" in str(refused.error)
+        assert "beyond_max_positions" not in str(refused.error)
         first, second = engine.run([prompt(LIMIT - NEW), prompt(20)], NEW, eos=None)
         assert {first.finish_reason, second.finish_reason} == {"length"}
 

@@ -85,7 +85,7 @@ class Recordings:
         self._hooks = [*_GLOBAL_HOOKS]
         for module in model.modules():
             self._hooks += module._forward_hooks, module._forward_pre_hooks  # noqa: SLF001  # no public name
-        self._vocab = model.get_input_embeddings().num_embeddings
+        self._vocab = int(model.get_input_embeddings().weight.shape[0])  # adapters have no other
         config = model.config.get_text_config()
         self._positions = getattr(config, "max_position_embeddings", None) or 1024
         self._seen: Counter[int] = Counter()

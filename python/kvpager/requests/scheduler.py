@@ -266,6 +266,7 @@ class Scheduler:
         on_finish: OnFinish | None = None,
         queueing: Queueing = _PLAIN,
         name: str = "prompt",
+        among_others: bool = False,
     ) -> Job:
         """`submit` with checked arguments, for the server and `run`; not for users.
 
@@ -279,6 +280,8 @@ class Scheduler:
             on_finish: likewise.
             queueing: its priority, timeout and salt.
             name: of the prompt, in error messages.
+            among_others: a text beyond the model's positions is no error here; the request ends
+                with it.
         """
         core = self._core
         core.check_open()
@@ -305,7 +308,15 @@ class Scheduler:
         if ids is None:
             assert session is not None
             ids = session.tokens
-        core.positions.check(len(ids) + generation.max_new_tokens, f"{name} with max_new_tokens")
+        too_long = None
+        try:
+            core.positions.check(
+                len(ids) + generation.max_new_tokens, f"{name} with max_new_tokens"
+            )
+        except InvalidArgumentError as error:
+            if not among_others:
+                raise
+            too_long = error
         with self._queues:
             if self._ending is not None:
                 raise InvalidArgumentError(
@@ -348,6 +359,8 @@ class Scheduler:
                 self._deadlines.push(job, deadline)
             if session is not None:
                 session.transcript.scheduled_by = self
+        if too_long is not None:
+            self._finish(job, "error", too_long)
         with self.changed:
             self.changed.notify_all()
         return job

@@ -131,4 +131,15 @@ ADMISSION = (
             "TestAppend::test_leaves_a_sequence_the_room_it_was_admitted_with",
         ),
     ),
+    Mutant(
+        name="a-text-that-is-too-long-ends-a-run",
+        breaks="an error of one prompt of a run is that prompt's alone",
+        file="python/kvpager/requests/scheduler.py",
+        old="            if not among_others:\n",
+        new="            if True:\n",
+        killers=(
+            "model/test_requests_that_fail.py::"
+            "test_one_text_beyond_a_models_positions_fails_alone_in_a_run",
+        ),
+    ),
 )
