@@ -6,20 +6,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from architecture_table.build import NotBuiltError, build
 from kvpager import PagerConfig, PagerError
 from kvpager.hf.recurrent import is_recurrent
 from kvpager.hf.support import has_experts
 from kvpager.verify import Subject, relation, verify
+from kvpager.verify.check import NOT_RUN
 
-ACCEPTED, UNDER, REFUSED, WRONG, NOT_BUILT, ERROR = (
+ACCEPTED, UNDER, REFUSED, UNTOLD, WRONG, NOT_BUILT, ERROR = (
     "equal",
     "equal with options",
     "refused",
+    "not compared",
     "WRONG",
     "not built",
     "ERROR",
 )
+DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK, _ROWS = 16, 32
 _RELATIONS = ("equal to transformers", "warm", "decoded", "packed")
 _EXPERTS = "batched_mm"
@@ -50,10 +55,15 @@ class Row:
         return asdict(self)
 
 
-def classify(model_type: str) -> Row:
-    """Builds a tiny model of an architecture, opens engines over it and verifies it."""
+def classify(model_type: str, dtype: str = "float32") -> Row:
+    """Builds a tiny model of an architecture, opens engines over it and verifies it.
+
+    Args:
+        model_type: the architecture.
+        dtype: one of DTYPES, of the model's weights.
+    """
     try:
-        model = build(model_type)
+        model = build(model_type).to(getattr(torch, dtype))
     except NotBuiltError as error:
         return Row(model_type, "", NOT_BUILT, reason=one_line(error))
     name = type(model).__name__
@@ -101,6 +111,9 @@ def _verified(model_type: str, model: Any, options: str, changes: dict[str, Any]
         report = verify(subject, [relation(each) for each in _RELATIONS])
     stock = report.outcome("equal to transformers")
     figures = "; ".join(str(measure) for measure in stock.measures)
+    others = [each for each in report.outcomes if each is not stock]
+    if stock.status == NOT_RUN and all(each.kept for each in others):
+        return Row(model_type, name, UNTOLD, options, one_line(stock.reason))
     if not report.kept:
         return Row(model_type, name, WRONG, options, one_line(report.verdict()), figures)
     return Row(model_type, name, UNDER if options else ACCEPTED, options, "", figures)

@@ -23,6 +23,8 @@ ROWS = {row["architecture"]: row for row in TOLD["architectures"]}
 SAMPLE = ["llama", "phimoe", "doge", "jetmoe", "gemma4_text", "modernbert-decoder", "bloom"]
 SAMPLE += ["zamba", "minimax_m3_vl_text"]
 
+OTHER_DTYPES = classifying.DTYPES[1:]
+
 ANOTHER = transformers.__version__ != TOLD["transformers"]
 of_this_release = pytest.mark.skipif(ANOTHER, reason="this release of transformers has no table")
 
@@ -56,6 +58,9 @@ def test_nothing_in_the_table_is_wrong_or_a_raw_exception():
     assert verdicts <= {"equal", "equal with options", "refused", "not built"}
     assert all(row["reason"] for row in ROWS.values() if row["verdict"] in ("refused", "not built"))
     assert all(row["figures"] for row in ROWS.values() if row["verdict"].startswith("equal"))
+    others = [row[dtype] for row in ROWS.values() for dtype in OTHER_DTYPES if dtype in row]
+    assert {each["verdict"] for each in others} <= verdicts | {"not compared"}
+    assert all(each["reason"] for each in others if each["verdict"] in ("refused", "not built"))
 
 
 @of_this_release
@@ -71,6 +76,18 @@ def test_a_sample_of_architectures_is_what_the_table_says(name):
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_every_architecture_is_what_the_table_says(name):
     agrees(name)
+
+
+@of_this_release
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+@pytest.mark.parametrize("name", ["llama", "beam"])  # one of each verdict
+def test_a_sample_of_other_dtypes_is_what_the_table_says(name, dtype):
+    row = classifying.classify(name, dtype).to_json()
+    told = ROWS[name][dtype]
+    assert {key: row[key] for key in ("verdict", "options")} == {
+        key: told[key] for key in ("verdict", "options")
+    }, json.dumps(row)
 
 
 @pytest.mark.filterwarnings("ignore")
