@@ -200,4 +200,4 @@ def test_a_full_disk_is_refused_when_the_pager_is_made(tmp_path):
 
 def test_more_room_than_any_disk_has_is_refused_when_the_pager_is_made(tmp_path):
     with pytest.raises(StorageError, match=r"cannot reserve \d+ bytes"):
-        make(6, disk_path=tmp_path, disk_bytes=1 << 55)
+        make(6, disk_path=tmp_path, disk_bytes=1 << 44)
