@@ -100,11 +100,8 @@ class ContextLengthError(_Pickled, InvalidArgumentError):
         limit: most tokens of prompt and answer.
     """
 
-    def __init__(self, prompt_tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the prompt has {prompt_tokens} tokens; expected less than {limit}, the most of a "
-            "prompt and its answer"
-        )
+    def __init__(self, message: str, *, prompt_tokens: int, limit: int) -> None:
+        super().__init__(message)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
 

@@ -1,8 +1,11 @@
-"""Records the process that made an object, so that a forked child leaves it alone."""
+"""The process: which one made an object, and its garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvpager.errors import InvalidArgumentError
 
@@ -27,3 +30,18 @@ class MadeIn:
                 'Engine of its own after the fork, or start the process by "spawn" '
                 "(multiprocessing)"
             )
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Within, the garbage collector runs by itself nowhere in the process, nor do its callbacks.
+
+    What watches the code that runs in a thread would take these for code of its caller.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

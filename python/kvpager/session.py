@@ -34,7 +34,8 @@ from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.text.assembly import Assembly
 from kvpager.text.metadata import check_metadata
-from kvpager.text.tokenizer import ControlTokensAs, Message
+from kvpager.text.template_input import ControlTokensAs
+from kvpager.text.tokenizer import Message
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TextOrIds, TokenIds
 

@@ -41,7 +41,7 @@ class Head(torch.nn.Linear):
 
 
 class Steps:
-    """What follows the forward of a class: `step(rows, values, result)`, of arrays [rows, n]."""
+    """What follows the forward of a class: `step(rows, values, result)`, of tensors [rows, n]."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -54,8 +54,7 @@ class Steps:
         def forward(module, x, *args, **kwargs):
             out = original(module, x, *args, **kwargs)
             result = out[0] if isinstance(out, tuple) else out
-            wide = [t.detach().numpy().reshape(-1, t.shape[-1]) for t in (x, result)]
-            self.step(*wide)
+            self.step(*(t.detach().reshape(-1, t.shape[-1]) for t in (x, result)))
             return out
 
         self.kind.forward = forward
@@ -77,7 +76,7 @@ def blind_spot(model, kind, count, alone=False):
 
     def note(values, result):
         if (alone or len(values) == count) and values.shape[1] == 256:
-            told, times = np.unique(values, axis=0, return_counts=True)
+            told, times = np.unique(values.numpy(), axis=0, return_counts=True)
             seen.append(told[times == 1] if kind is not Head else told)  # without padding
 
     small_rows = "fixed" if alone else "proven"
@@ -111,10 +110,10 @@ def faulty(kind, rows, feature, bound, first=0):
     """Forwards of the given row counts change rows whose feature is beyond the bound."""
 
     def change(values, result):
-        if len(values) in rows:
-            chosen = values[:, feature] > bound
-            chosen[:first] = False
-            result[chosen] *= np.float32(1 + 2**-10)
+        chosen = values[:, feature] > bound
+        chosen[:first] = False
+        more = 2**-10 if len(values) in rows else 0.0  # by the same operations in every count
+        result *= torch.where(chosen, 1 + more, 1.0)[:, None]
 
     with Steps(kind) as steps:
         steps.step = change

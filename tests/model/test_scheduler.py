@@ -633,11 +633,11 @@ def test_a_token_that_an_interrupt_comes_behind_is_told_once_and_whole(
     place = AnswerText if name == "push" else stream
     real, left = getattr(place, name), [number]
 
-    def interrupted(*args):
+    def interrupted(*args, **named):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **named)
 
     told: dict[str, list[int]] = {}
     done = {}

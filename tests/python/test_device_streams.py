@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager import _core
 from kvpager.config import PagerConfig
 from kvpager.pager import Forward, Layout, Pager
 from kvpager.pager.device import Place
@@ -33,8 +32,8 @@ def streams(monkeypatch):
 
     monkeypatch.setattr("kvpager.pager.pager.Forward", listen("begin", Forward))
     monkeypatch.setattr(Forward, "attend_rows", listen("attend", Forward.attend_rows))
-    monkeypatch.setattr(_core.Pager, "write", listen("write", _core.Pager.write))
-    monkeypatch.setattr(_core.Pager, "mark_replayed", listen("mark_replayed", lambda *_: None))
+    monkeypatch.setattr(Forward, "write_rows", listen("write", Forward.write_rows))
+    monkeypatch.setattr(Forward, "mark_replayed", listen("mark_replayed", lambda *_: None))
     return heard
 
 

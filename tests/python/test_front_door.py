@@ -73,7 +73,11 @@ def test_importing_kvpager_imports_neither_torch_nor_numpy() -> None:
 @pytest.mark.parametrize("name", kvpager.errors.__all__)
 def test_an_error_survives_another_process(name: str) -> None:
     kind = getattr(kvpager.errors, name)
-    needed = {"PrefixMismatchError": {"position": 3}, "RestoreNotConsumedError": {"position": 3}}
+    needed = {
+        "ContextLengthError": {"prompt_tokens": 5, "limit": 4},
+        "PrefixMismatchError": {"position": 3},
+        "RestoreNotConsumedError": {"position": 3},
+    }
     error = kind("a message", **needed.get(name, {"report": 5} if "Verification" in name else {}))
     error.add_to_it = [1, 2]
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):

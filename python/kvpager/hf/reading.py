@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvpager.errors import UnsupportedModelError
 from kvpager.hf.looks import changes_nothing
 from kvpager.hf.reach import KNOWN, state_of
+from kvpager.process import without_collections
 
 # Methods that read numbers of a tensor without an operation of torch.
 READS = {
@@ -118,7 +119,7 @@ class _Reading:
         before = sys.getprofile()
         sys.setprofile(self._profile)
         try:
-            with _Functions(self), _Operations(self):
+            with without_collections(), _Functions(self), _Operations(self):
                 yield
         except Exception:
             if not self._refused:

@@ -26,6 +26,7 @@ from kvpager.opening.released_files import (
     require_released_modules,
     required_packages,
 )
+from kvpager.process import without_collections
 
 OWN = Path(__file__).parents[1]
 
@@ -138,12 +139,13 @@ def seeing_code() -> Iterator[CodeSeen]:
     if sys.getprofile() is not None:
         yield seen
         return
-    sys.setprofile(seen.note)
-    try:
-        yield seen
-        seen.complete = sys.getprofile() == seen.note
-    finally:
-        sys.setprofile(None)
+    with without_collections():
+        sys.setprofile(seen.note)
+        try:
+            yield seen
+            seen.complete = sys.getprofile() == seen.note
+        finally:
+            sys.setprofile(None)
 
 
 class OperatorsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -32,7 +32,8 @@ from kvpager.scheduling.options import repeatable
 from kvpager.scheduling.packing import advance
 from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
-from kvpager.text.tokenizer import ControlTokensAs, Message
+from kvpager.text.template_input import ControlTokensAs
+from kvpager.text.tokenizer import Message
 from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:

@@ -11,13 +11,8 @@ from kvpager.errors import ContextLengthError, InvalidArgumentError
 from kvpager.execution.core import EngineCore
 from kvpager.scheduling.stream import Generation
 from kvpager.text.conversation import ASSISTANT, Answer, Conversation, checked_messages
-from kvpager.text.tokenizer import (
-    CONTROL_TOKENS,
-    ControlTokensAs,
-    Message,
-    Rendering,
-    Tokenizer,
-)
+from kvpager.text.template_input import CONTROL_TOKENS, ControlTokensAs
+from kvpager.text.tokenizer import Message, Rendering, Tokenizer
 from kvpager.text.transcript import Transcript
 from kvpager.tokens import TokenIds
 
@@ -156,7 +151,12 @@ def _check_last(messages: Sequence[Message], continues: bool, prompted: bool) ->
 def within(prompt_tokens: int, max_new_tokens: int, most_tokens: int) -> int:
     """`max_new_tokens`, cut to what a prompt leaves. Raises ContextLengthError if that is none."""
     if prompt_tokens >= most_tokens:
-        raise ContextLengthError(prompt_tokens, most_tokens)
+        raise ContextLengthError(
+            f"the prompt has {prompt_tokens} tokens; expected less than {most_tokens}, the most of "
+            "a prompt and its answer",
+            prompt_tokens=prompt_tokens,
+            limit=most_tokens,
+        )
     return min(max_new_tokens, most_tokens - prompt_tokens)
 
 

@@ -26,7 +26,7 @@ from kvpager.paths import usable_path
 from kvpager.server.strangers import is_host, is_origin
 from kvpager.server.tenants import Tenant
 from kvpager.stores.settings import parse_ttl
-from kvpager.text.tokenizer import CONTROL_TOKENS
+from kvpager.text.template_input import CONTROL_TOKENS
 from kvpager.text.tool_calls import FORMATS
 
 AUTO, OFF = "auto", "off"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kvpager.text.json_values import loads
 
+ControlTokensAs: TypeAlias = Literal["text", "tokens"]
+CONTROL_TOKENS: tuple[ControlTokensAs, ...] = ("text", "tokens")
 CallIds: TypeAlias = Callable[[str, str, int], str]
 # Noncharacters of Unicode, which no text is exchanged with.
 BEGIN_TEXT, END_TEXT = "\ufdd0", "\ufdd1"

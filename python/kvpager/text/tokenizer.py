@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.text.encoder import PromptEncoder
-from kvpager.text.template_input import template_messages, unparsed_arguments
+from kvpager.text.template_input import ControlTokensAs, template_messages, unparsed_arguments
 from kvpager.text.token_bytes import BROKEN, TokenBytes
 from kvpager.text.tool_calls import call_ids_of
 from kvpager.tokens import TextOrIds, TokenIds, as_token_ids
@@ -24,9 +24,6 @@ _CONTEXT = 8  # tokens before a text that its first characters may depend on
 _GIVEN_TO_TEMPLATES = frozenset(
     {"tokenize", "add_generation_prompt", "continue_final_message", "conversation", "return_dict"}
 )
-
-ControlTokensAs: TypeAlias = Literal["text", "tokens"]
-CONTROL_TOKENS: tuple[ControlTokensAs, ...] = ("text", "tokens")
 
 
 @dataclass(frozen=True)
