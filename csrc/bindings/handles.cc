@@ -55,13 +55,13 @@ SequenceId SequenceHandle::id_in(const Pager& other) const {
   return id_;
 }
 
-void SequenceHandle::close() {
+void SequenceHandle::close(bool forget) {
   if (closed_) return;
   const Release release;
   const std::lock_guard<std::mutex> lock(closing_);
   if (closed_) return;  // by the thread that was waited for
   const PagerPointer pager = pager_.lock();
-  if (pager != nullptr && !pager->forked()) pager->destroy_sequence(id_);
+  if (pager != nullptr && !pager->forked()) pager->destroy_sequence(id_, forget);
   closed_ = true;
 }
 

@@ -47,7 +47,8 @@ class SequenceHandle {
   SequenceId id_in(const Pager& pager) const;
   // Closing twice is allowed, also by two threads at once. InvalidArgumentError while it is in a
   // running forward: it stays open.
-  void close();
+  // forget: as Pager::destroy_sequence.
+  void close(bool forget);
 
  private:
   std::weak_ptr<Pager> pager_;

@@ -376,8 +376,11 @@ void bind_handles(py::module_& m) {
             return pager->length(id);
           },
           "Committed positions.")
-      .def("close", &SequenceHandle::close,
-           "Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room.");
+      .def("close", &SequenceHandle::close, py::arg("forget") = false,
+           "Ends the sequence. Its exact chunks stay cached for prefix reuse while there is "
+           "room.\n\n"
+           "forget: they do not, nor do those that were computed after them, unless another\n"
+           "sequence uses them; their memory below the pool goes back to the system.");
   py::class_<PinHandle>(
       m, "OwnedPin",
       "Keeps a range of positions resident until released; changes no result. A context manager.")

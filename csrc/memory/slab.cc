@@ -1,6 +1,7 @@
 #include "memory/slab.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -41,6 +42,15 @@ Slab::~Slab() {
   if (base_ == nullptr) return;
   munmap(base_, static_cast<size_t>(mapped_));
   mapped_total -= mapped_;
+}
+
+void Slab::discard(int64_t slot) noexcept {
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(this->slot(slot));
+  const uintptr_t first = (begin + page - 1) / page * page;
+  const uintptr_t last = (begin + static_cast<uintptr_t>(slot_bytes_)) / page * page;
+  // Where the system declines, the pages stay.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
 int64_t total_mapped_bytes() { return mapped_total.load(); }

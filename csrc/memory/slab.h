@@ -28,6 +28,9 @@ class Slab {
     return base_ + slot * slot_bytes_;
   }
 
+  // Gives a slot's pages back to the system; its contents are lost. Of use where slots are large.
+  void discard(int64_t slot) noexcept;
+
   int64_t slots() const { return slots_; }
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t mapped_bytes() const { return mapped_; }

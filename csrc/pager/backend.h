@@ -48,6 +48,8 @@ class Backend {
   virtual void freed(BlockId block) noexcept = 0;
   // The slot of the host arena was given back.
   virtual void freed(SlotId) noexcept {}
+  // The slot of the host arena is about to be given back, and is not needed again soon.
+  virtual void discard(SlotId) noexcept {}
   // A chunk's bytes, wherever they are, into a block.
   virtual void load(const ChunkRecord& from, BlockId to) = 0;
   // What `read` puts into the chunk it is given, into a block.

@@ -35,6 +35,7 @@ class HostBackend final : public Backend {
 
   void freed(BlockId block) noexcept override;
   void freed(SlotId) noexcept override { addresses_stale_ = true; }
+  void discard(SlotId slot) noexcept override { host_.discard(slot.value()); }
   void load(const ChunkRecord& from, BlockId to) override;
   void load(const std::function<void(std::byte*)>& read, BlockId to) override;
   void load(const std::vector<Arrival>& arrivals, int threads) override;

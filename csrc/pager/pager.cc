@@ -59,8 +59,8 @@ SequenceId Pager::create_sequence(const std::string& salt) {
   return locked(*impl_,
                 [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->sequences.create(salt).id; });
 }
-void Pager::destroy_sequence(SequenceId sequence) {
-  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.close(sequence); });
+void Pager::destroy_sequence(SequenceId sequence, bool forget) {
+  locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { impl_->sequences.close(sequence, forget); });
 }
 void Pager::drop_sequence(SequenceId sequence) noexcept {
   try {

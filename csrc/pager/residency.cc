@@ -83,6 +83,18 @@ void Residency::release(RecordId id) {
   drop(id);
 }
 
+void Residency::release_and_forget(RecordId id) {
+  ChunkRecord& record = ledger_[id];
+  if (--record.references > 0) return;
+  if (record.needs_home()) --budget_.referenced;
+  forget(id);
+}
+
+void Residency::forget(RecordId id) {
+  if (ledger_[id].on_host()) backend_.discard(ledger_[id].host);
+  drop(id);
+}
+
 void Residency::drop(RecordId id) {
   ChunkRecord& record = ledger_[id];
   if (record.resident()) free_block(std::exchange(record.block, BlockId()));

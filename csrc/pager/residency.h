@@ -51,6 +51,10 @@ class Residency {
   void add_reference(RecordId id);
   // One reference less. A record without any is cached where it can be found again, else dropped.
   void release(RecordId id);
+  // The same, but a record without any is dropped, and the memory below the pool goes back to the system.
+  void release_and_forget(RecordId id);
+  // Drops a record that no sequence uses, likewise.
+  void forget(RecordId id);
   void drop(RecordId id);
   // One per layer. Where they were put off they are computed, from the bytes in memory.
   const SharedArray<uint64_t>& checksums(RecordId id);

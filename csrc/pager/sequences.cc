@@ -1,7 +1,9 @@
 #include "pager/sequences.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "core/chunk_namer.h"
 #include "core/unique_number.h"
@@ -64,10 +66,37 @@ void Sequences::drop_use_pins(ChunkUse& use) {
   use.pins = 0;
 }
 
-void Sequences::close(SequenceId id) {
+void Sequences::close(SequenceId id, bool forget) {
   Sequence& sequence = find(id);
   require_idle(sequence, "close");
-  erase(sequence);
+  const std::vector<RecordId> cached = forget ? cached_after(sequence) : std::vector<RecordId>();
+  // Nothing below fails.
+  erase(sequence, forget);
+  for (auto it = cached.rbegin(); it != cached.rend(); ++it) residency_.forget(*it);
+}
+
+// Cached chunks that were computed after chunks which this sequence alone uses: of forks that are closed.
+// Those before come first.
+std::vector<RecordId> Sequences::cached_after(const Sequence& sequence) const {
+  std::unordered_set<uint64_t> serials;
+  for (const ChunkUse& use : sequence.sealed) {
+    const ChunkRecord& record = ledger_[use.record];
+    if (record.references == 1) serials.insert(record.serial);
+  }
+  std::vector<RecordId> cached;
+  ledger_.each([&](RecordId id, const ChunkRecord& record) {
+    if (record.cached) cached.push_back(id);
+  });
+  std::sort(cached.begin(), cached.end(),
+            [&](RecordId a, RecordId b) { return ledger_[a].index < ledger_[b].index; });
+  std::vector<RecordId> after;
+  for (const RecordId id : cached) {
+    const ChunkRecord& record = ledger_[id];
+    if (serials.count(record.previous.serial) == 0) continue;
+    serials.insert(record.serial);
+    after.push_back(id);
+  }
+  return after;
 }
 
 void Sequences::drop(SequenceId id) {
@@ -80,10 +109,10 @@ void Sequences::drop(SequenceId id) {
   }
 }
 
-void Sequences::erase(Sequence& sequence) noexcept {
+void Sequences::erase(Sequence& sequence, bool forget) noexcept {
   KVPAGER_REQUIRE(sequence.part < 0);
   const SequenceId id = sequence.id;
-  release_from(sequence, sequence.released);
+  release_from(sequence, sequence.released, forget);
   set_reserved(sequence, 0);
   for (auto it = pins_.begin(); it != pins_.end();) {
     it = it->second.sequence == id ? pins_.erase(it) : std::next(it);
@@ -99,10 +128,15 @@ void Sequences::thaw(SequenceId id) noexcept {
 }
 
 // Gives up the records of the last chunks, from `chunk` on; the caller forgets the uses.
-void Sequences::release_from(Sequence& sequence, int64_t chunk) {
+void Sequences::release_from(Sequence& sequence, int64_t chunk, bool forget) {
   for (int64_t c = sequence.chunks(); c-- > chunk;) {
     drop_use_pins(sequence.use(c));
-    residency_.release(sequence.use(c).record);
+    const RecordId id = sequence.use(c).record;
+    if (forget) {
+      residency_.release_and_forget(id);
+    } else {
+      residency_.release(id);
+    }
   }
 }
 

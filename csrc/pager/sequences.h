@@ -38,12 +38,13 @@ class Sequences {
   // Gives it a number and a place, or throws bad_alloc. It may name records: the caller counts their
   // references when nothing can fail any more.
   Sequence& add(Sequence sequence);
-  void close(SequenceId id);
+  // forget: what no other sequence uses is not kept for prefix reuse, nor what was computed after it.
+  void close(SequenceId id, bool forget = false);
   // The same for an owner that goes: one of the running forward goes when that has ended, and one that is
   // closed already is no error.
   void drop(SequenceId id);
   // REQUIRES: it is in no running forward.
-  void erase(Sequence& sequence) noexcept;
+  void erase(Sequence& sequence, bool forget = false) noexcept;
   // REQUIRES: freezing made it.
   void thaw(SequenceId id) noexcept;
   SequenceId fork(SequenceId id);
@@ -87,7 +88,8 @@ class Sequences {
   };
 
   std::optional<RecordId> copy_tail(Sequence& sequence, int64_t chunk);
-  void release_from(Sequence& sequence, int64_t chunk);
+  void release_from(Sequence& sequence, int64_t chunk, bool forget = false);
+  std::vector<RecordId> cached_after(const Sequence& sequence) const;
   std::vector<Link> find_chain(const Sequence& sequence, const std::vector<TokenId>& tokens) const;
   bool can_adopt(const Sequence& sequence, const std::vector<Link>& chain, int64_t last,
                  int64_t* first) const;

@@ -773,9 +773,12 @@ class OwnedSequence:
         """
         before: released_text() of what was saved.
         """
-    def close(self) -> None:
+    def close(self, forget: bool = False) -> None:
         """
         Ends the sequence. Its exact chunks stay cached for prefix reuse while there is room.
+
+        forget: they do not, nor do those that were computed after them, unless another
+        sequence uses them; their memory below the pool goes back to the system.
         """
     @property
     def closed(self) -> bool: ...

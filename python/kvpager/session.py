@@ -690,15 +690,19 @@ class Session:
                 return state.write(report)
         return SaveHandle(state, progress).start(self._saves, self._engine_saves)
 
-    def close(self) -> None:
+    def close(self, *, forget: bool = False) -> None:
         """Waits for the session's saves, then releases its chunks. May be called twice.
 
         Does nothing in a forked child.
+
+        Args:
+            forget: whether chunks that no other session uses are not kept for prefix reuse, so that
+                their memory goes back to the system and nothing of a deleted text stays.
         """
         if self.core.made_in.forked:
             return
         self._saves.wait()
-        self.transcript.close()
+        self.transcript.close(forget=forget)
 
     def __enter__(self) -> Session:
         return self

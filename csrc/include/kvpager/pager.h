@@ -187,7 +187,9 @@ class Pager {
   // Sequences. `salt` separates tenants: it enters every chain hash. No two sequences, pins and
   // forwards of a process have equal numbers, so that those of another pager are unknown to this one.
   SequenceId create_sequence(const std::string& salt);
-  void destroy_sequence(SequenceId sequence);
+  // Its exact chunks stay cached for prefix reuse. forget: they do not, nor do those that were computed
+  // after them, unless another sequence uses them; their memory below the pool goes back to the system.
+  void destroy_sequence(SequenceId sequence, bool forget = false);
   // The same for an owner that goes: a sequence of the running forward ends with it, and one that is
   // gone already is no error.
   void drop_sequence(SequenceId sequence) noexcept;

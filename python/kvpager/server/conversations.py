@@ -268,7 +268,7 @@ class Conversations:
         """Forgets a conversation, and deletes it from the store. Raises ApiError 404."""
         with self._lock:
             known = name in self._kept
-            self._forget(name)
+            self._forget(name, chunks=True)
             self._outdate(name)
         if self.store is not None:
             try:
@@ -386,13 +386,14 @@ class Conversations:
         kept.used = time.time()
         self._kept.move_to_end(name)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, *, chunks: bool = False) -> None:
+        """Lets a conversation go; `chunks`: also those that would stay for prefix reuse."""
         kept = self._kept.pop(name, None)
         if kept is None:
             return
         if kept.seen and self._by_seen.get(kept.seen[-1]) == name:
             del self._by_seen[kept.seen[-1]]
-        kept.session.close()
+        kept.session.close(forget=chunks)
 
 
 def seen_of(session: Session) -> Digests:

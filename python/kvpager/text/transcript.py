@@ -274,10 +274,13 @@ class Transcript(Cursor):
             twin.states = self.states.fork(twin.sequence)
         return twin
 
-    def close(self) -> None:
-        """Releases its chunks and closes its companions. May be called twice."""
+    def close(self, *, forget: bool = False) -> None:
+        """Releases its chunks and closes its companions. May be called twice.
+
+        forget: whether chunks that nothing else uses are not kept for prefix reuse.
+        """
         if not self.closed:
-            self.sequence.close()
+            self.sequence.close(forget)
         if self.states is not None:
             self.states.close()
         for companion in self.companions:

@@ -35,6 +35,35 @@ PAGER_TEST("a fork at a chunk boundary, of nothing, and of a fork") {
   require_intact(pager, grandchild);
 }
 
+PAGER_TEST(
+    "what is forgotten is found no more, nor what came after it, and what others use stays") {
+  Pager pager(small_options(8, 64));
+  const Known deleted = create(pager, 6 * 16, 1);
+  Known regenerated{pager.fork(deleted.id), deleted.tokens};
+  append(pager, &regenerated, some_tokens(3 * 16, 2));
+  const Known other = create(pager, 4 * 16, 3);
+  std::vector<TokenId> shared = deleted.tokens;
+  shared.resize(2 * 16);
+  Known beside = create(pager);
+  REQUIRE(pager.adopt_prefix(beside.id, shared) == 32);
+  beside.tokens = shared;
+  pager.destroy_sequence(regenerated.id);
+  pager.destroy_sequence(other.id);
+  REQUIRE(pager.stats().cached_records == 3 + 4);
+  pager.destroy_sequence(deleted.id, true);
+  CHECK(pager.stats().cached_records == 4);  // of the other one
+  CHECK(pager.stats().records == 4 + 2);
+  require_intact(pager, beside);
+  const Known again = create(pager);
+  CHECK(pager.adopt_prefix(again.id, regenerated.tokens) == 32);
+  pager.destroy_sequence(again.id, true);
+  require_intact(pager, beside);
+  const Known found = create(pager);
+  CHECK(pager.adopt_prefix(found.id, other.tokens) == 4 * 16);
+  create(pager, 40 * 16, 5);  // in memory that was given back
+  require_intact(pager, {found.id, other.tokens});
+}
+
 PAGER_TEST("a fork that finds no block for its tail is refused and leaves no sequence behind") {
   Pager pager(small_options(3, 16));
   const Known a = create(pager, 3, 1);

@@ -126,4 +126,15 @@ SERVING = (
             "test_a_conversation_that_is_let_go_as_soon_as_it_is_kept_is_in_the_store",
         ),
     ),
+    Mutant(
+        name="chunks-of-a-deleted-conversation-stay",
+        breaks="a conversation that is deleted leaves nothing behind, not even for prefix reuse",
+        file="python/kvpager/server/conversations.py",
+        old="kept.session.close(forget=chunks)",
+        new="kept.session.close()",
+        killers=(
+            "server/test_memory.py::"
+            "test_deleted_conversations_leave_no_sequence_no_block_and_no_object",
+        ),
+    ),
 )
