@@ -168,7 +168,7 @@ def test_sigterm_lets_a_request_end_and_exits_with_0(tmp_path):
 
 def begin_long_session(process):
     """A named session whose request does not end by itself, after 20 tokens."""
-    body = {"session_id": "long"}
+    body = {"session_id": "long", "ignore_eos": True}
     stream = process.client.chat("Write.", max_tokens=20_000, stream=True, extra_body=body)
     for _ in range(20):
         next(stream)

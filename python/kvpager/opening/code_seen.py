@@ -16,6 +16,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.backends import PropModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpager.opening.module_state import UnknownStateError
@@ -55,7 +56,7 @@ class KnownCode:
         if file.startswith("<"):  # made from text, as dataclasses make methods
             file = getattr(_module_of(names), "__file__", None) or ""
         home = sys.modules.get(str(names.get("__name__")))
-        if getattr(home, "__file__", None) == file and vars(home) is not names:
+        if home and getattr(home, "__file__", None) == file and not _has_names(home, names):
             return False  # its code, with names of somebody else
         return self.holds_file(file)
 
@@ -178,4 +179,11 @@ def require_released_operators(names: Iterable[str]) -> None:
 def _module_of(names: dict[str, Any]) -> ModuleType | None:
     """The module whose global names these are; None: there is no such module any more."""
     module = sys.modules.get(str(names.get("__name__")))
-    return module if isinstance(module, ModuleType) and vars(module) is names else None
+    return module if isinstance(module, ModuleType) and _has_names(module, names) else None
+
+
+def _has_names(module: ModuleType, names: dict[str, Any]) -> bool:
+    """Whether these are the global names of a module's functions."""
+    if isinstance(module, PropModule):  # stands in for the module, for torch's flags
+        module = module.m
+    return vars(module) is names

@@ -248,6 +248,7 @@ async def _value(request: Request, service: Service, parse: Callable[[bytes], An
 
     async with service.bodies.opened() as take:
         body = await _bytes(request, take)
+        service.workers.expect(len(body))
         _check_type(request)
 
         def work() -> Any:

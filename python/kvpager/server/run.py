@@ -26,6 +26,9 @@ from kvpager.server.service import Service
 from kvpager.server.settings import ServerSettings
 
 _BACKLOG = 2048
+# A forward takes the interpreter's lock after each operation: with Python's own 5 ms, each time
+# against threads that read bodies, a token takes seconds.
+_SWITCH_SECONDS = 0.0002
 _GRACE_SECONDS = 10  # to save what was ended
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -44,6 +47,7 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
     server = Server(service, ready)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     kept = {number: signal.getsignal(number) for number in numbers}
+    interval = sys.getswitchinterval()
     try:
         for number in kept:  # uvicorn raises the first two once more when it has ended
             signal.signal(number, lambda *_: None)
@@ -52,8 +56,10 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
         # half a second of all threads with the modules of torch and transformers.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         server.run()
     finally:
+        sys.setswitchinterval(interval)
         gc.unfreeze()
         for number, handler in kept.items():
             signal.signal(number, handler)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 from kvpager.server import errors
 
 _Result = TypeVar("_Result")
-_THREADS = 4
+_THREADS = 2  # for requests with long bodies, and as many for all others
+_LONG_BYTES = 64 << 10
+_is_long: ContextVar[bool] = ContextVar("is_long", default=False)
 
 
 async def in_thread(work: Callable[[], _Result]) -> _Result:
@@ -24,14 +27,21 @@ async def in_thread(work: Callable[[], _Result]) -> _Result:
 class Workers:
     """Threads that read requests: JSON, templates, tokens, grammars. Of the event loop.
 
-    They are few, so that they leave Python's lock to others, and no tenant has all of them.
+    They are few, so that they leave Python's lock to others. Requests with long bodies have threads
+    of their own, of which a tenant has one at a time, so that no other request waits for them.
     """
 
     def __init__(self, longest: float) -> None:
         """longest: seconds that a piece of work may take; 0: any number."""
         self._longest = longest or None
-        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "kvpager-read")
+        self._short = concurrent.futures.ThreadPoolExecutor(_THREADS, "kvpager-read")
+        self._long = concurrent.futures.ThreadPoolExecutor(_THREADS, "kvpager-read-long")
         self._shares: dict[str, asyncio.Semaphore] = {}
+
+    @staticmethod
+    def expect(body_bytes: int) -> None:
+        """Says how long the body is of the request that this task, and those it starts, are for."""
+        _is_long.set(body_bytes > _LONG_BYTES)
 
     async def run(
         self,
@@ -54,15 +64,18 @@ class Workers:
         Raises:
             ApiError: for what it raises, or 408 if it takes too long.
         """
-        share = self._shares.setdefault(tenant, asyncio.Semaphore(_THREADS - 1))
+        is_long = _is_long.get()
+        pool = self._long if is_long else self._short
+        share = self._shares.setdefault(tenant, asyncio.Semaphore(1)) if is_long else None
         running: concurrent.futures.Future[_Result] | None = None
         taken = False
 
         async def waiting() -> _Result:
             nonlocal running, taken
-            await share.acquire()
+            if share is not None:
+                await share.acquire()
             taken = True
-            running = self._pool.submit(work)
+            running = pool.submit(work)
             return await asyncio.shield(asyncio.wrap_future(running))
 
         try:
@@ -83,15 +96,16 @@ class Workers:
         finally:
             if running is None or running.cancel():
                 on_dropped()
-                if taken:
+                if taken and share is not None:
                     share.release()
-            else:
+            elif share is not None:
                 loop = asyncio.get_running_loop()
                 running.add_done_callback(lambda _: _released(loop, share))
 
     def close(self) -> None:
         """Lets the threads end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _released(loop: asyncio.AbstractEventLoop, share: asyncio.Semaphore) -> None:
