@@ -116,16 +116,17 @@ class _Reading:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Within, calls of torch, of the clock and of the system's chance are looked at."""
-        before = sys.getprofile()
-        sys.setprofile(self._profile)
-        try:
-            with without_collections(), _Functions(self), _Operations(self):
-                yield
-        except Exception:
-            if not self._refused:
-                raise
-        finally:
-            sys.setprofile(before)
+        with without_collections():  # also while the profile is set and put back
+            before = sys.getprofile()
+            sys.setprofile(self._profile)
+            try:
+                with _Functions(self), _Operations(self):
+                    yield
+            except Exception:
+                if not self._refused:
+                    raise
+            finally:
+                sys.setprofile(before)
         if self._refused:  # which other code may have caught, or made another error of
             raise self._refused[0]
 
