@@ -6,6 +6,13 @@
 
 namespace kvpager {
 
+// __exit__, which calls a method whatever was raised.
+template <class T>
+auto exit_by(void (T::*method)()) {
+  return [method](T& self, const pybind11::object&, const pybind11::object&,
+                  const pybind11::object&) { (self.*method)(); };
+}
+
 void bind_errors(pybind11::module_& m);
 void bind_config(pybind11::module_& m);
 void bind_snapshot(pybind11::module_& m);
@@ -14,6 +21,7 @@ void bind_device(pybind11::module_& m);
 void bind_testing(pybind11::module_& m);
 void bind_watch(pybind11::module_& m);
 void bind_locks(pybind11::module_& m);
+void bind_blocks(pybind11::module_& m);
 void bind_linear(pybind11::module_& m);
 void bind_program(pybind11::module_& m);
 

@@ -37,6 +37,17 @@ static DType stored_dtype_from_name(const std::string& field, const std::string&
       str(field, ": '", name, "', expected 'float32', 'float16', 'bfloat16', 'q8' or 'q4'"));
 }
 
+// Without a default case: the compiler warns of a policy that has no name.
+static const char* policy_name(Policy policy) {
+  switch (policy) {
+    case Policy::kQk:
+      return "qk";
+    case Policy::kLru:
+      return "lru";
+  }
+  throw InvariantError(str("policy is ", int{static_cast<uint8_t>(policy)}, "; expected 0 or 1"));
+}
+
 void bind_config(py::module_& m) {
   py::class_<Layout>(m, "Layout", "Shape of a chunk's bytes.")
       .def(py::init([](int32_t layers, int32_t kv_heads, int32_t chunk_tokens, int32_t k_dim,
@@ -123,18 +134,20 @@ void bind_config(py::module_& m) {
       .def_readwrite("smaller_rows", &PagerOptions::smaller_rows)
       .def_readwrite("exact", &PagerOptions::exact)
       .def_readwrite("selection", &PagerOptions::selection)
-      .def_readwrite("scorer", &PagerOptions::scorer)
       .def_readwrite("host_bytes", &PagerOptions::host_bytes)
       .def_readwrite("disk_bytes", &PagerOptions::disk_bytes)
       .def_readwrite("disk_path", &PagerOptions::disk_path)
       .def_readwrite("summary_bytes", &PagerOptions::summary_bytes)
       .def_property(
-          "policy", [](const PagerOptions& o) { return o.policy == Policy::kQk ? "qk" : "lru"; },
+          "policy", [](const PagerOptions& o) { return policy_name(o.policy); },
           [](PagerOptions& o, const std::string& name) {
-            if (name != "qk" && name != "lru") {
-              throw InvalidArgumentError(str("policy: '", name, "', expected 'qk' or 'lru'"));
+            for (const Policy policy : {Policy::kQk, Policy::kLru}) {
+              if (name == policy_name(policy)) {
+                o.policy = policy;
+                return;
+              }
             }
-            o.policy = name == "qk" ? Policy::kQk : Policy::kLru;
+            throw InvalidArgumentError(str("policy: '", name, "', expected 'qk' or 'lru'"));
           })
       .def_readwrite("recall_chunks", &PagerOptions::recall_chunks)
       .def_readwrite("hysteresis", &PagerOptions::hysteresis)
@@ -149,18 +162,6 @@ void bind_config(py::module_& m) {
       .def_readwrite("q_heads", &PagerOptions::q_heads)
       .def_readwrite("attention", &PagerOptions::attention)
       .def_readwrite("missed_chunks", &PagerOptions::missed_chunks);
-
-  m.def("scorer_names", &scorer_names, "Names of the registered scorers.");
-  m.def(
-      "scorer_description",
-      [](const std::string& name) { return std::string(find_scorer(name).description()); },
-      py::arg("name"), "One line on what a scorer's summary holds.");
-  m.def(
-      "summary_bytes",
-      [](const std::string& name, const Layout& layout) {
-        return find_scorer(name).summary_bytes(layout);
-      },
-      py::arg("scorer"), py::arg("layout"), "Bytes of the summary of one (chunk, layer, kv head).");
 }
 
 }  // namespace kvpager

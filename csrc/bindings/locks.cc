@@ -19,9 +19,9 @@
 #include <thread>
 #include <utility>
 
+#include "base/fault.h"
 #include "bindings/bind.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/process.h"
 
 namespace kvpager {
@@ -222,6 +222,17 @@ class ExclusiveLock {
   std::unique_ptr<OwnedFile> file_;
 };
 
+// Calls undone() until no interrupt comes in between: what it undoes must not outlast the lock.
+void undo(const py::object& self) {
+  for (int tries = 0; tries < 8; ++tries) {
+    try {
+      self.attr("undone")();
+      return;
+    } catch (const py::error_already_set&) {
+    }
+  }
+}
+
 // Takes the lock and calls entered(), without an instant between them.
 py::object enter_locked(const py::object& self) {
   auto& lock = py::cast<ExclusiveLock&>(self);
@@ -229,6 +240,7 @@ py::object enter_locked(const py::object& self) {
   try {
     return self.attr("entered")();
   } catch (...) {
+    undo(self);
     lock.release();
     throw;
   }
@@ -240,6 +252,7 @@ void leave_locked(const py::object& self, const py::object&, const py::object& e
   try {
     self.attr("leaving")(error);
   } catch (...) {
+    undo(self);
     lock.release();
     throw;
   }
@@ -356,8 +369,7 @@ void bind_locks(py::module_& m) {
       .def("unlock", &OwnedFile::unlock, "Takes the lock back; in a forked child nothing.")
       .def("close", &OwnedFile::close, "Closing twice is allowed.")
       .def("__enter__", [](py::object file) { return file; })
-      .def("__exit__", [](OwnedFile& file, const py::object&, const py::object&,
-                          const py::object&) { file.close(); });
+      .def("__exit__", exit_by(&OwnedFile::close));
   py::class_<ExclusiveLock>(m, "ExclusiveLock",
                             "Holds a file's flock() for as long as the block runs. The file is "
                             "made where it is missing.")
@@ -368,23 +380,23 @@ void bind_locks(py::module_& m) {
       .def(
           "leaving", [](const ExclusiveLock&, const py::object&) {}, py::arg("error"),
           "Called with the lock held, and with what the block raised or None.")
+      .def(
+          "undone", [](const ExclusiveLock&) {},
+          "Called with the lock held if one of these raised; again if it raises itself.")
       .def("__enter__", &enter_locked, "Raises StorageError.")
       .def("__exit__", &leave_locked);
   py::class_<ContextValue>(m, "ContextValue",
                            "Sets a context variable for as long as the block runs.")
       .def(py::init<py::object, py::object>(), py::arg("variable"), py::arg("value"))
       .def("__enter__", &ContextValue::set)
-      .def("__exit__", [](ContextValue& value, const py::object&, const py::object&,
-                          const py::object&) { value.reset(); });
+      .def("__exit__", exit_by(&ContextValue::reset));
   py::class_<Place, std::shared_ptr<Place>>(m, "Place",
                                             "What one at a time may have, and nobody waits for.")
       .def(py::init<>());
   py::class_<Claim>(m, "Claim", "Tries to have a place for as long as the block runs.")
       .def(py::init<std::shared_ptr<Place>>(), py::arg("place").none(false))
       .def("__enter__", &Claim::enter, "Whether it is had.")
-      .def("__exit__", [](Claim& claim, const py::object&, const py::object&, const py::object&) {
-        claim.exit();
-      });
+      .def("__exit__", exit_by(&Claim::exit));
   py::class_<Turns>(m, "Turns",
                     "A lock of forwards that knows who holds it, and that nobody gets any more "
                     "once it was ended.")
@@ -394,9 +406,7 @@ void bind_locks(py::module_& m) {
       .def("end", &Turns::end,
            "Waits for the forward that runs; later ones are refused. Twice is harmless.")
       .def("__enter__", &Turns::enter)
-      .def("__exit__", [](Turns& turns, const py::object&, const py::object&, const py::object&) {
-        turns.exit();
-      });
+      .def("__exit__", exit_by(&Turns::exit));
 }
 
 }  // namespace kvpager

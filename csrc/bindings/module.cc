@@ -1,8 +1,8 @@
 #include <pybind11/typing.h>
 
+#include "base/processor.h"
 #include "bindings/bind.h"
 #include "kvpager/attention.h"
-#include "kvpager/processor.h"
 #include "kvpager/snapshot.h"
 
 PYBIND11_MODULE(_core, m) {
@@ -37,4 +37,5 @@ PYBIND11_MODULE(_core, m) {
   kvpager::bind_testing(m);
   kvpager::bind_watch(m);
   kvpager::bind_locks(m);
+  kvpager::bind_blocks(m);
 }

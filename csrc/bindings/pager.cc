@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "base/read_once.h"
 #include "bindings/bind.h"
 #include "bindings/handles.h"
 #include "bindings/integer_array.h"
@@ -18,7 +19,6 @@
 #include "bindings/shared.h"
 #include "bindings/tensor.h"
 #include "kvpager/error.h"
-#include "kvpager/read_once.h"
 
 namespace kvpager {
 
@@ -200,6 +200,27 @@ void attend(ForwardHandle& forward, int layer, py::handle q, py::handle k, py::h
   forward.attend(layer, q_view.view(), k_view.view(), v_view.view(), out_view.view(), options);
 }
 
+std::optional<std::pair<py::array, py::array>> selected(ForwardHandle& forward) {
+  const PagerPointer pager = forward.pager();
+  std::vector<std::vector<int32_t>> chosen;
+  {
+    const Release release;
+    chosen = pager->selected(forward.number());
+  }
+  if (chosen.empty()) return std::nullopt;
+  py::array_t<int64_t> offsets(static_cast<py::ssize_t>(chosen.size()) + 1);
+  int64_t* offset = offsets.mutable_data();
+  *offset = 0;
+  for (const auto& of_row : chosen) {
+    offset[1] = offset[0] + static_cast<int64_t>(of_row.size());
+    ++offset;
+  }
+  py::array_t<int32_t> chunks(static_cast<py::ssize_t>(*offset));
+  int32_t* next = chunks.mutable_data();
+  for (const auto& of_row : chosen) next = std::copy(of_row.begin(), of_row.end(), next);
+  return std::pair<py::array, py::array>(offsets, chunks);
+}
+
 void write(Pager& pager, int layer, py::handle k, py::handle v, uintptr_t stream, uint64_t of) {
   const DevicePlace place = pager.device_place();
   const BorrowedTensor k_view("k", k, place);
@@ -311,6 +332,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(cached_records);
   KVPAGER_STAT(reserved_chunks);
   KVPAGER_STAT(home_chunks);
+  KVPAGER_STAT(home_chunks_used);
   KVPAGER_STAT(forwards);
   KVPAGER_STAT(aborted_forwards);
   KVPAGER_STAT(rows_committed);
@@ -323,6 +345,7 @@ py::typing::Dict<py::str, py::object> stats(const Pager& pager) {
   KVPAGER_STAT(chunks_recalled);
   KVPAGER_STAT(chunks_healed);
   KVPAGER_STAT(summaries_rebuilt);
+  KVPAGER_STAT(tails_paged_out);
   KVPAGER_STAT(chunks_spilled);
   KVPAGER_STAT(slices_streamed);
   KVPAGER_STAT(prefix_tokens_reused);
@@ -388,9 +411,7 @@ void bind_handles(py::module_& m) {
            py::arg("start"), py::arg("stop"))
       .def("release", &PinHandle::release, "Lets the chunks go again. Releasing twice is allowed.")
       .def("__enter__", [](py::object pin) { return pin; })
-      .def("__exit__", [](PinHandle& pin, const py::object&, const py::object&, const py::object&) {
-        pin.release();
-      });
+      .def("__exit__", exit_by(&PinHandle::release));
   py::class_<ForwardHandle>(
       m, "OwnedForward",
       "Owns the running forward of a pager; kvpager.Forward adds what it can do.")
@@ -411,6 +432,12 @@ void bind_handles(py::module_& m) {
            py::arg("out"), py::arg("scaling"), py::arg("softcap") = 0.0f, py::arg("window") = 0,
            py::arg("sinks") = py::none(), py::arg("stream") = 0,
            "Tensors of the pager's device; sinks: float32 [1, q_heads, 1].")
+      .def(
+          "selected", &selected,
+          "The chunks that each (row, kv head) attended to in the last attend, ascending: offsets\n"
+          "int64 [rows * kv_heads + 1] into chunks int32. None: each attends to all of them.\n"
+          "\n"
+          "Raises InvalidArgumentError on a device.")
       .def(
           "give_rows",
           [](ForwardHandle& forward, const py::typing::List<py::object>& k,
@@ -441,15 +468,13 @@ void bind_handles(py::module_& m) {
           py::arg("sequences"), py::arg("accepted"), py::arg("provenance"))
       .def("abort", &ForwardHandle::abort, "Ends the forward as if it had not begun.")
       .def("__enter__", [](py::object forward) { return forward; })
-      .def("__exit__", [](ForwardHandle& forward, const py::object&, const py::object&,
-                          const py::object&) { forward.abort(); });
+      .def("__exit__", exit_by(&ForwardHandle::abort));
 }
 
-template <class Name>
-py::typing::List<py::bytes> bytes_of_each(const std::vector<Name>& names) {
+py::typing::List<py::bytes> bytes_of_each(const std::vector<ChunkName>& names) {
   py::typing::List<py::bytes> out;
-  for (const Name& name : names) {
-    out.append(py::bytes(reinterpret_cast<const char*>(&name), sizeof name));
+  for (const ChunkName& name : names) {
+    out.append(py::bytes(reinterpret_cast<const char*>(name.words.data()), sizeof name.words));
   }
   return out;
 }
@@ -629,13 +654,6 @@ void bind_pager(py::module_& m) {
             return bytes_of_each(p.chain_hashes(tokens.to_vector("tokens"), salt));
           },
           py::arg("tokens"), py::arg("salt"), "Names of the full chunks, 32 bytes each.")
-      .def(
-          "legacy_chain_hashes",
-          [](const Pager& p, const IntegerArray<TokenId>& tokens, const std::string& salt) {
-            return bytes_of_each(p.legacy_chain_hashes(tokens.to_vector("tokens"), salt));
-          },
-          py::arg("tokens"), py::arg("salt"),
-          "What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.")
       .def(
           "ledger", [](const Pager& p, int64_t s) { return p.ledger(SequenceId(s)); },
           py::arg("sequence"), py::call_guard<Release>())

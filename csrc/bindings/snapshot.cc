@@ -14,6 +14,7 @@
 
 #include "bindings/bind.h"
 #include "bindings/integer_array.h"
+#include "bindings/python_files.h"
 #include "bindings/raw_rows.h"
 #include "bindings/shared.h"
 #include "kvpager/attention.h"
@@ -68,6 +69,10 @@ py::bytes bytes_of(const Hash128& hash) {
   return py::bytes(reinterpret_cast<const char*>(&hash), sizeof(hash));  // low, high
 }
 
+py::bytes bytes_of(const ChunkName& name) {
+  return py::bytes(reinterpret_cast<const char*>(name.words.data()), sizeof name.words);
+}
+
 std::string hex_of(const Hash128& hash) {
   char text[33];
   std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(hash.high),
@@ -89,11 +94,6 @@ Hash128 hash_from_hex(const std::string& text) {
     half = half << 4 | digit;
   }
   return hash;
-}
-
-py::bytes bytes_of(const ChunkName& name, bool legacy) {
-  return py::bytes(reinterpret_cast<const char*>(name.words.data()),
-                   legacy ? sizeof(Hash128) : sizeof name.words);
 }
 
 template <class Read>
@@ -225,8 +225,10 @@ int64_t write_manifest(SnapshotWriter& writer, const SnapshotContent& content,
 // has given the GIL away is refused and changes nothing.
 class Writer {
  public:
-  Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes, uint32_t mode)
-      : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes, mode)) {}
+  Writer(const std::string& path, const Layout& layout, int64_t reserve_bytes, uint32_t mode,
+         std::shared_ptr<FileCipher> cipher)
+      : writer_(std::make_unique<SnapshotWriter>(path, layout, reserve_bytes, mode,
+                                                 std::move(cipher))) {}
 
   // fn(SnapshotWriter&).
   template <class Fn>
@@ -359,15 +361,10 @@ void bind_content(py::module_& m) {
       .def_property_readonly(
           "chain_hashes",
           [](const SnapshotContent& c) {
-            const bool legacy = c.meta().legacy_names;
-            return sealed_bytes(c, [legacy](const SnapshotChunk& chunk) {
-              return bytes_of(chunk.chain_hash, legacy);
-            });
+            return sealed_bytes(
+                c, [](const SnapshotChunk& chunk) { return bytes_of(chunk.chain_hash); });
           },
-          "Names of the sealed chunks, 32 bytes each; 16 where legacy_names.")
-      .def_property_readonly(
-          "legacy_names", [](const SnapshotContent& c) { return c.meta().legacy_names; },
-          "Of before version 1.2: chunks have the XXH3-128 hashes of then, by which none is found.")
+          "Names of the sealed chunks, 32 bytes each.")
       .def_property_readonly(
           "content_ids",
           [](const SnapshotContent& c) {
@@ -409,10 +406,14 @@ void bind_reader(py::module_& m) {
       m, "SnapshotReader", "An opened snapshot: metadata verified, payload read on demand.")
       .def_static(
           "open",
-          [](const std::string& path, const std::string& packs_folder) {
-            return dropped_without_gil(SnapshotReader::open(path, packs_folder));
+          [](const std::string& path, const std::string& packs_folder, const PythonOpener& opener) {
+            const RangesOpener open = opener_of(opener);
+            const Release release;
+            return dropped_without_gil(SnapshotReader::open(path, packs_folder, open));
           },
-          py::arg("path"), py::arg("packs_folder") = "", py::call_guard<Release>())
+          py::arg("path"), py::arg("packs_folder") = "", py::arg("opener") = py::none(),
+          "opener: called with the path of the snapshot and of each pack; returns their bytes, as "
+          "kvpager.stores.ByteRanges does.")
       .def_static("gather", &gather, py::arg("chunks"), py::arg("name"), py::call_guard<Release>(),
                   "A snapshot put together from sealed chunks of opened ones: (reader, chunk).")
       .def_property_readonly("path", [](const SnapshotReader& r) { return r.path(); })
@@ -421,7 +422,6 @@ void bind_reader(py::module_& m) {
       .def_property_readonly("session", [](const SnapshotReader& r) { return r.meta().session; })
       .def_property_readonly("logical_digest",
                              [](const SnapshotReader& r) { return hex_of(r.logical_digest()); })
-      .def_property_readonly("minor_version", &SnapshotReader::minor_version)
       .def_property_readonly("file_bytes", &SnapshotReader::file_bytes,
                              "Of the file itself, without packs; 0 of a gathered snapshot.")
       .def_property_readonly("packs",
@@ -451,15 +451,19 @@ void bind_reader(py::module_& m) {
 void bind_writer(py::module_& m) {
   py::class_<Writer>(m, "SnapshotWriter",
                      "Writes a snapshot under a temporary name; publish gives it its own.")
-      .def(py::init([](const std::string& path, const Layout& layout, int64_t reserve_bytes,
-                       uint32_t mode) {
-             const Layout copied = layout;  // of options, it may be set while the GIL is free
-             // No call guard: pybind11 notes a new object in a table that the GIL guards.
-             const Release release;
-             return std::make_unique<Writer>(path, copied, reserve_bytes, mode);
-           }),
-           py::arg("path"), py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
-           "mode: permissions; a file that has the name keeps those that it lacks.")
+      .def(
+          py::init([](const std::string& path, const Layout& layout, int64_t reserve_bytes,
+                      uint32_t mode, const py::object& cipher) {
+            const Layout copied = layout;  // of options, it may be set while the GIL is free
+            std::shared_ptr<FileCipher> by = cipher_of(cipher);
+            // No call guard: pybind11 notes a new object in a table that the GIL guards.
+            const Release release;
+            return std::make_unique<Writer>(path, copied, reserve_bytes, mode, std::move(by));
+          }),
+          py::arg("path"), py::arg("layout"), py::arg("reserve_bytes") = 0, py::arg("mode") = 0600,
+          py::arg("cipher") = py::none(),
+          "mode: permissions; a file that has the name keeps those that it lacks. cipher: encrypts "
+          "all that is written, as kvpager.stores.encryption does.")
       .def(
           "write_content",
           [](Writer& w, const SnapshotContent& content, const IntegerArray<int64_t>& which,
@@ -495,6 +499,12 @@ void bind_writer(py::module_& m) {
             return w.use([](SnapshotWriter& writer) { return hex_of(writer.logical_digest()); });
           },
           "Of what was written, as the reader of the file will say.")
+      .def_property_readonly(
+          "temporary",
+          [](const Writer& w) {
+            return w.use([](SnapshotWriter& writer) { return writer.temporary(); });
+          },
+          "Name of the temporary file, in the folder of the path; empty once there is none.")
       .def_property_readonly("summary_checksums", [](const Writer& w) {
         return w.use([](SnapshotWriter& writer) {
           const std::vector<SnapshotChunk>& written = writer.written();
@@ -503,6 +513,35 @@ void bind_writer(py::module_& m) {
           return summary_checksums(written, sealed);
         });
       });
+}
+
+py::bytes read_piece(const SnapshotImage& image, int64_t piece) {
+  const int64_t bytes = image.piece_bytes(piece);
+  PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));
+  if (out == nullptr) throw py::error_already_set();
+  auto owned = py::reinterpret_steal<py::bytes>(out);
+  const Release release;
+  image.read_piece(piece, reinterpret_cast<std::byte*>(PyBytes_AS_STRING(out)));
+  return owned;
+}
+
+void bind_image(py::module_& m) {
+  py::class_<SnapshotImage>(m, "SnapshotImage",
+                            "The file that a content would be, in pieces made when they are read.")
+      .def(py::init([](const std::shared_ptr<SnapshotContent>& content,
+                       const std::string& fingerprint, const std::string& session) {
+             const Release release;
+             return std::make_unique<SnapshotImage>(content, fingerprint, session);
+           }),
+           py::arg("content").none(false), py::arg("fingerprint"), py::arg("session"))
+      .def_property_readonly("file_bytes", &SnapshotImage::file_bytes)
+      .def_property_readonly(
+          "logical_digest", [](const SnapshotImage& i) { return hex_of(i.logical_digest()); },
+          "As the reader of the file will say.")
+      .def_property_readonly("pieces", &SnapshotImage::pieces)
+      .def("read_piece", &read_piece, py::arg("piece"),
+           "One behind the other, the pieces are the file. None is larger than a chunk, a summary, "
+           "the front or the metadata.");
 }
 
 }  // namespace
@@ -520,6 +559,7 @@ void bind_snapshot(py::module_& m) {
         "released_text() of what was saved.");
   bind_reader(m);
   bind_writer(m);
+  bind_image(m);
   m.def(
       "snapshot_file_bytes",
       [](const SnapshotContent& content, int64_t sealed, bool tail, const std::string& fingerprint,

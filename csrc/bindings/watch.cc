@@ -130,7 +130,8 @@ class ObjectTable {
   std::vector<std::pair<PyObject*, PyTypeObject*>> types_;
 };
 
-ByteWatch make_watch(const std::vector<std::pair<uintptr_t, int64_t>>& ranges, int threads) {
+ByteWatch make_watch(const std::vector<std::pair<uintptr_t, int64_t>>& ranges, int threads,
+                     uint64_t seed) {
   std::vector<ByteWatch::Region> regions;
   regions.reserve(ranges.size());
   for (const auto& [address, bytes] : ranges) {
@@ -142,7 +143,7 @@ ByteWatch make_watch(const std::vector<std::pair<uintptr_t, int64_t>>& ranges, i
   }
   // No call guard: pybind11 notes a new object in a table that the GIL guards.
   const py::gil_scoped_release release;
-  return ByteWatch(std::move(regions), threads);
+  return ByteWatch(std::move(regions), threads, seed);
 }
 
 }  // namespace
@@ -162,7 +163,18 @@ void bind_watch(py::module_& m) {
   py::class_<ByteWatch>(m, "ByteWatch",
                         "Whether memory still holds what it held: ranges of (address, bytes) that "
                         "whoever makes one keeps readable.")
-      .def(py::init(&make_watch), py::arg("ranges"), py::arg("threads"))
+      .def(py::init(&make_watch), py::arg("ranges"), py::arg("threads"), py::arg("seed"))
+      .def(
+          "digests",
+          [](const ByteWatch& watch, size_t range) {
+            if (range >= watch.regions()) throw py::index_error("no such range");
+            const std::vector<Hash128> digests = watch.digests(range);
+            return py::bytes(reinterpret_cast<const char*>(digests.data()),
+                             digests.size() * sizeof(Hash128));
+          },
+          py::arg("range"),
+          "Of a range as it was when this was made: a digest of 16 bytes for each MiB, by the "
+          "seed.")
       .def("sample", &ByteWatch::sample, py::arg("blocks"),
            "Reads so many blocks of each range again, at random places; returns the number of a "
            "range that was found changed, or -1.")

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/processor.h"
 #include "core/blake2b_lanes.h"
 #include "core/blake2b_rounds.h"
-#include "kvpager/processor.h"
 #include "kvpager/require.h"
 
 namespace kvpager {

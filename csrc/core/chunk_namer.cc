@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
+
+#include "kvpager/require.h"
 
 namespace kvpager {
 namespace {
@@ -38,16 +39,15 @@ void ChunkNamer::next_of_each(const Link* links, size_t count, int64_t tokens,
                               ChunkName* out) const {
   constexpr size_t kMost = 4;   // at a time
   constexpr size_t kFront = 6;  // words before the ids
-  thread_local std::vector<uint64_t> messages;
+  KVPAGER_REQUIRE(tokens <= kMostChunkTokens);
+  uint64_t messages[kMost][kFront + kMostChunkTokens * sizeof(TokenId) / sizeof(uint64_t)];
   const size_t id_bytes = static_cast<size_t>(tokens) * sizeof(TokenId);
-  const size_t words = kFront + (id_bytes + 7) / 8;
-  if (messages.size() < kMost * words) messages.resize(kMost * words);
   for (size_t first = 0; first < count; first += kMost) {
     const size_t some = std::min(kMost, count - first);
     const void* from[kMost] = {};
     for (size_t i = 0; i < some; ++i) {
       const Link& link = links[first + i];
-      uint64_t* message = messages.data() + i * words;
+      uint64_t* message = messages[i];
       std::memcpy(message, link.parent->words.data(), kNameBytes);
       message[4] = static_cast<uint64_t>(link.provenance);
       message[5] = static_cast<uint64_t>(tokens);

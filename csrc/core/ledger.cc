@@ -24,7 +24,6 @@ RecordId Ledger::create(ChunkState state) {
   }
   ChunkRecord& record = (*this)[id];
   record.state = state;
-  record.serial = next_serial_++;
   held_ += record.held() ? 1 : 0;
   ++live_;
   return id;
@@ -58,9 +57,17 @@ void Ledger::drop(RecordId id) {
 
 void Ledger::seal(RecordId id) {
   ChunkRecord& record = (*this)[id];
-  KVPAGER_REQUIRE(record.state == ChunkState::kOpen);
+  KVPAGER_REQUIRE(record.state == ChunkState::kOpen && !record.paged_out);
   record.state = ChunkState::kSealed;
   held_ -= record.held() ? 0 : 1;
+}
+
+void Ledger::page(RecordId id, bool out) {
+  ChunkRecord& record = (*this)[id];
+  KVPAGER_REQUIRE(record.state == ChunkState::kOpen && record.paged_out != out);
+  held_ -= record.held() ? 1 : 0;
+  record.paged_out = out;
+  held_ += record.held() ? 1 : 0;
 }
 
 void Ledger::pin(RecordId id, int32_t amount) {

@@ -6,7 +6,8 @@
 //                   |  drop (trim, abort, rejected)     ^ restore creates sealed records directly
 //                   +------------------------------> (none)
 //
-//   open    private to one sequence, in a block, rows may still change; never a victim
+//   open    private to one sequence, rows may still change; in a block, or paged out while the sequence
+//           is idle: then its bytes are in a home, as a sealed chunk's
 //   sealed  bytes never change again; name, checksums and summary are set; may be in any set of
 //           tiers, at least one of them; in the index of names when exact
 #pragma once
@@ -25,12 +26,6 @@ namespace kvpager {
 
 enum class ChunkState : uint8_t { kFree, kOpen, kSealed };
 
-// A record, and not another one that took its place since.
-struct RecordRef {
-  RecordId id;
-  uint64_t serial = 0;  // 0: no record
-};
-
 struct ChunkRecord {
   ChunkState state = ChunkState::kFree;
   Provenance provenance = Provenance::kExact;
@@ -39,9 +34,6 @@ struct ChunkRecord {
   int32_t readers = 0;     // attention calls reading it now: its block is in flight, never a victim
   int32_t borrows = 0;     // saves writing from its home, which stays where it is
   int64_t index = 0;       // logical chunk index, the same in every sequence that shares it
-  // Of the text that this chunk ends. Two records have one serial only where they were seen to follow
-  // the same serial with the same token ids; none is used again within this ledger.
-  uint64_t serial = 0;
 
   BlockId block;                           // resident copy
   SlotId host;                             // host copy
@@ -57,8 +49,7 @@ struct ChunkRecord {
   bool summary_pending = false;  // still in `source`; loaded before any row can score it
 
   ChunkName name;      // sealed records only
-  RecordRef previous;  // of the chunk before, with which this one was computed; none: not known any
-                       // more, or this is a text's first
+  ChunkName previous;  // that of the chunk before; empty: this is a text's first
   // Sealed: chunk_tokens ids. A restored record's, like its checksums, are the snapshot's own, which
   // `source` keeps: they are replaced when that is reset or replaced.
   SharedArray<TokenId> tokens;
@@ -75,6 +66,7 @@ struct ChunkRecord {
   RecordId newer;
   bool cached = false;
   bool published = false;  // in the index of names
+  bool paged_out = false;  // open, and in a home instead of a block; changed by Ledger::page
 
   bool resident() const { return block.value() >= 0; }
   bool on_host() const { return host.value() >= 0; }
@@ -87,7 +79,7 @@ struct ChunkRecord {
   // Occupies a home: a lower-tier slot of its own, or its block where there are no lower tiers.
   bool needs_home() const { return state == ChunkState::kSealed && source == nullptr; }
   // Stays in its block whatever residency would like.
-  bool held() const { return state == ChunkState::kOpen || pins > 0; }
+  bool held() const { return (state == ChunkState::kOpen && !paged_out) || pins > 0; }
 };
 
 class Ledger {
@@ -99,10 +91,11 @@ class Ledger {
   // any more, and has no reader.
   void drop(RecordId id);
 
-  void seal(RecordId id);  // open -> sealed. REQUIRES: it is open
+  void seal(RecordId id);            // open -> sealed. REQUIRES: it is open
+  void page(RecordId id, bool out);  // REQUIRES: it is open, and on the other side
   // That many pins more, or less. REQUIRES: no fewer than none are left.
   void pin(RecordId id, int32_t amount);
-  int64_t held() const { return held_; }  // records that are open or pinned
+  int64_t held() const { return held_; }  // records that are open in a block, or pinned
 
   ChunkRecord& operator[](RecordId id) { return records_[static_cast<size_t>(id.value())]; }
   const ChunkRecord& operator[](RecordId id) const {
@@ -112,31 +105,9 @@ class Ledger {
   // Makes an exact sealed record findable by its name. An equal name already there stays (first
   // come). REQUIRES: it is exact and sealed.
   void publish(RecordId id);
-  // A published record with this name and these tokens. What it was computed after is asked of
-  // `follows`.
+  // A published record with this name and these tokens. The name stands for all tokens before them.
   std::optional<RecordId> find(const ChunkName& name, const TokenId* tokens, int64_t count) const;
 
-  RecordRef ref(RecordId id) const { return {id, (*this)[id].serial}; }
-  // Whether a chunk was computed after the text that ends with `previous` (none: at the beginning).
-  // This is known by identity, whatever the names say.
-  bool follows(RecordId id, RecordId previous) const {
-    const ChunkRecord& record = (*this)[id];
-    if (previous.value() < 0) return record.index == 0;
-    return record.previous.serial != 0 && record.previous.serial == (*this)[previous].serial;
-  }
-  // Whether the record that a chunk was computed after does not exist any more.
-  bool orphaned(RecordId id) const {
-    const ChunkRecord& record = (*this)[id];
-    const RecordRef& previous = record.previous;
-    return record.index > 0 &&
-           (previous.serial == 0 || (*this)[previous.id].serial != previous.serial);
-  }
-  // Says what an orphaned chunk follows; of any other one that is known. REQUIRES: it does.
-  void adopt_orphan(RecordId id, RecordId previous) {
-    if (!orphaned(id)) return;
-    KVPAGER_REQUIRE((*this)[previous].index + 1 == (*this)[id].index);
-    (*this)[id].previous = ref(previous);
-  }
   bool published(RecordId id) const { return (*this)[id].published; }
 
   // Cached records: sealed ones that no sequence uses, kept for prefix reuse. Oldest first is the
@@ -184,7 +155,6 @@ class Ledger {
   // most half full, a power of two long. Nothing is allocated for a record.
   std::vector<Entry> index_;
   size_t published_ = 0;
-  uint64_t next_serial_ = 1;
   int64_t live_ = 0;
   int64_t held_ = 0;
   RecordId oldest_, newest_;

@@ -33,7 +33,7 @@ namespace kvpager::gpu::tensor {
 inline constexpr float kMinusInfinity = -INFINITY;
 inline constexpr int kTokens = 64;  // of a chunk: the only size that has kernels
 inline constexpr float kLog2E = 1.4426950408889634f;
-// Splits and groups are a function of position alone (ADR 60), and part of the bits: with another
+// Splits and groups are a function of position alone (docs/design/15), part of the bits: with another
 // number kTensorKernelVersion is another.
 inline constexpr int kSplitChunks = 4;
 inline constexpr int kSplitsPerGroup = 16;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/params.h"
+#include "kvpager/linear.h"
 
 namespace kvpager::gpu {
 

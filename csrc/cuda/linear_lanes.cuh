@@ -5,6 +5,7 @@
 #include "cuda/linear_tiles.cuh"
 #include "cuda/params.h"
 #include "cuda/portable.h"
+#include "kvpager/linear.h"
 
 namespace kvpager::gpu::linear {
 

@@ -16,6 +16,7 @@
 #include "cuda/matrix_units.cuh"
 #include "cuda/params.h"
 #include "cuda/portable.h"
+#include "kvpager/linear.h"
 
 namespace kvpager::gpu::linear {
 

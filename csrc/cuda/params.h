@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "kvpager/linear.h"
 #include "kvpager/types.h"
 
 namespace kvpager::gpu {
@@ -134,17 +133,12 @@ struct WriteParams {
   uint64_t* query_status = nullptr;  // device
 };
 
-// Summaries of whole chunks, every layer and kv head: what Scorer::summarize makes, bit for bit.
-struct ScorerParams {
-  enum class Family : int32_t { kMean = 0, kSketch = 1, kExact = 2 };
-  Family family = Family::kSketch;
-  int64_t summary_page_bytes = 0;  // of one (layer, kv head)
-};
+// Summaries of whole chunks, every layer and kv head: what bits2::summarize makes, bit for bit.
 inline constexpr int kMaxSummarized = 16;
 struct SummarizeParams {
-  Shape shape;              // of `layers` layers that are kept alike
-  int32_t first_layer = 0;  // the first of them
-  ScorerParams scorer;
+  Shape shape;                              // of `layers` layers that are kept alike
+  int32_t first_layer = 0;                  // the first of them
+  int64_t summary_page_bytes = 0;           // of one (layer, kv head)
   int32_t count = 0;                        // chunks, up to kMaxSummarized
   const void* chunks[kMaxSummarized] = {};  // device: the chunk in the pool
   void* summaries[kMaxSummarized] = {};     // device: all layers * kv_heads * summary_page_bytes
@@ -162,7 +156,7 @@ struct SelectParams {
   Shape shape;
   Tables tables;
   HostCounts counts;
-  ScorerParams scorer;
+  int64_t summary_page_bytes = 0;  // of one (layer, kv head)
   int32_t layer = 0;
   Tensor q;              // [rows, q_heads, k_dim]
   float scaling = 1.0f;  // for the shares of the ledger only

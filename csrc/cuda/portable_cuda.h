@@ -54,7 +54,7 @@ KVP_DEVICE float exp2_approximate(float x) {
 KVP_DEVICE uint32_t float_to_bits(float x) { return __float_as_uint(x); }
 KVP_DEVICE float bits_to_float(uint32_t x) { return __uint_as_float(x); }
 KVP_DEVICE int64_t double_to_bits(double x) { return __double_as_longlong(x); }
-// Exact upwards, nearest even downwards, overflow to infinity; as kernels/half.h but for the payload
+// Exact upwards, nearest even downwards, overflow to infinity; as base/half.h but for the payload
 // of a NaN.
 KVP_DEVICE float bfloat16_bits_to_float(uint16_t x) {
   return __uint_as_float(static_cast<uint32_t>(x) << 16);

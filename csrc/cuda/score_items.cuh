@@ -32,7 +32,7 @@ struct ScoreJob {
   int32_t query_pitch = 0;  // bytes from query to query
   int32_t query_lines = 0;  // queries of a full tile, padded
   // Offsets of arrays in shared memory.
-  int32_t queries_at = 0, values_at = 0, addresses_at = 0, rows_at = 0, bias_at = 0, ends_at = 0;
+  int32_t queries_at = 0, values_at = 0, addresses_at = 0, rows_at = 0, ends_at = 0;
 };
 
 KVP_DEVICE bool ledger_only(const SelectParams& p) { return p.kind == 0; }
@@ -272,8 +272,7 @@ KVP_DEVICE Item start_item(const ScoreJob& job, int64_t index, int32_t run, cons
   }
   item.begin = item.begin > run_begin ? item.begin : run_begin;
   item.end = item.end < run_begin + run ? item.end : run_begin + run;
-  const int64_t offset =
-      p.scorer.summary_page_bytes * (int64_t{p.layer} * p.shape.kv_heads + item.head);
+  const int64_t offset = p.summary_page_bytes * (int64_t{p.layer} * p.shape.kv_heads + item.head);
   for (int i = thread_index(); i < item.end - item.begin; i += block_threads()) {
     addresses[i] = p.tables.summaries[part.first + item.begin + i] + static_cast<uint64_t>(offset);
   }

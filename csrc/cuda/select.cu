@@ -5,8 +5,6 @@
 
 #include "cuda/kernels.h"
 #include "cuda/portable.h"
-#include "cuda/score_exact.cuh"
-#include "cuda/score_means.cuh"
 #include "cuda/score_sketch.cuh"
 #include "cuda/select_launch.h"
 #include "cuda/select_rows.cuh"
@@ -47,28 +45,12 @@ int launch_sketches(const Grid& grid, const ScoreJob& job) {
   }
 }
 
-int launch_means(const Grid& grid, const ScoreJob& job) {
-  switch (job.query_pitch / 64) {
-    case 1:
-      return launch(score_means<1>, grid, job);
-    case 2:
-      return launch(score_means<2>, grid, job);
-    case 4:
-      return launch(score_means<4>, grid, job);
-    default:
-      return launch(score_means<8>, grid, job);
-  }
-}
-
 int launch_scores(ScoreJob job, void* stream) {
   Grid grid;
   grid.shared_bytes = lay_out(&job);
   grid.threads = job.warps * 32;
   grid.stream = stream;
   grid.blocks = score_blocks(job, multiprocessors());
-  const ScorerParams& scorer = job.p.scorer;
-  if (scorer.family == ScorerParams::Family::kExact) return launch(score_exact, grid, job);
-  if (scorer.family == ScorerParams::Family::kMean) return launch_means(grid, job);
   return launch_sketches(grid, job);
 }
 

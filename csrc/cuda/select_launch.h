@@ -30,18 +30,8 @@ inline int64_t sketch_stage_bytes(const ScoreJob& job) {
 inline int64_t lay_out(ScoreJob* job) {
   const Shape& shape = job->p.shape;
   const int group = shape.q_heads / shape.kv_heads;
-  const bool sketch = job->p.scorer.family == ScorerParams::Family::kSketch;
-  const bool means = job->p.scorer.family == ScorerParams::Family::kMean;
-  if (sketch) {
-    // Queries of a pair of neighbours at the same dimension lie in different banks.
-    job->query_pitch = static_cast<int32_t>(round_up(shape.k_dim, 128) + 64);
-  } else if (means) {
-    int units = 1;  // as many as the kernel has
-    while (units * 64 < shape.k_dim) units *= 2;
-    job->query_pitch = units * 64;
-  } else {
-    job->query_pitch = shape.k_dim * 4;
-  }
+  // Queries of a pair of neighbours at the same dimension lie in different banks.
+  job->query_pitch = static_cast<int32_t>(round_up(shape.k_dim, 128) + 64);
   int64_t rows = kTileQueries / group;
   const int64_t fitting = kQueryBudget / (int64_t{group} * job->query_pitch);
   rows = rows < fitting ? rows : fitting;
@@ -50,26 +40,21 @@ inline int64_t lay_out(ScoreJob* job) {
   const int64_t queries = int64_t{job->tile_rows} * group;
   job->query_lines = static_cast<int32_t>(queries <= 8 ? 8 : round_up(queries, 16));
   job->warps = kScoreThreads / 32;
-  int64_t at = 0;
-  if (sketch) {
-    job->stage_bytes = sketch_stage_bytes(*job);
-    const int64_t rest = kSharedBudget - int64_t{job->query_lines} * job->query_pitch;
-    job->stages = kStages;
-    const auto fits = [&] { return job->warps * job->stages * job->stage_bytes <= rest; };
-    if (!fits()) job->stages = 2;
-    while (job->warps > 1 && !fits()) job->warps /= 2;
-    at = job->warps * job->stages * job->stage_bytes;
-  }
+  job->stage_bytes = sketch_stage_bytes(*job);
+  const int64_t rest = kSharedBudget - int64_t{job->query_lines} * job->query_pitch;
+  job->stages = kStages;
+  const auto fits = [&] { return job->warps * job->stages * job->stage_bytes <= rest; };
+  if (!fits()) job->stages = 2;
+  while (job->warps > 1 && !fits()) job->warps /= 2;
+  int64_t at = job->warps * job->stages * job->stage_bytes;
   job->queries_at = static_cast<int32_t>(at);
   at += int64_t{job->query_lines} * job->query_pitch;
   job->values_at = static_cast<int32_t>(at);
-  if (sketch) at += int64_t{job->warps} * job->query_lines * 8;
+  at += int64_t{job->warps} * job->query_lines * 8;
   job->addresses_at = static_cast<int32_t>(at);
   at += kMostRun * 8;
   job->rows_at = static_cast<int32_t>(at);
   at += int64_t{job->tile_rows} * static_cast<int64_t>(sizeof(TileRow));
-  job->bias_at = static_cast<int32_t>(at);
-  if (means) at += int64_t{job->query_lines} * 4;
   job->ends_at = static_cast<int32_t>(at);
   return at + int64_t{job->p.counts.parts} * 4;
 }

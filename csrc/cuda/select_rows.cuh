@@ -23,12 +23,8 @@ KVP_DEVICE void add_shares(const SelectParams& p, const SelectShared& shared, co
                            int32_t row, int32_t head, const double* scores) {
   const Range range = ledger_range(p, part, p.tables.rows[row].position);
   if (range.begin >= range.end) return;
-  double scale = static_cast<double>(p.scaling);
-  if (p.scorer.family != ScorerParams::Family::kExact) {
-    const float largest = largest_query(p, row, head);
-    const double size = static_cast<double>(largest);
-    scale *= size < kNegligible ? 0.0 : size / 127.0;
-  }
+  const double size = static_cast<double>(largest_query(p, row, head));
+  const double scale = static_cast<double>(p.scaling) * (size < kNegligible ? 0.0 : size / 127.0);
   double top = scores[range.begin];
   for (int64_t i = range.begin + thread_index(); i < range.end; i += kSelectThreads) {
     top = larger(top, scores[i]);

@@ -1,4 +1,4 @@
-// Summaries of whole chunks, one block per (chunk, layer, kv head): the bytes Scorer::summarize
+// Summaries of whole chunks, one block per (chunk, layer, kv head): the bytes bits2::summarize
 // writes.
 //
 // The K tile comes through shared memory in float32, a slab of dimensions at a time, rows one
@@ -25,7 +25,7 @@ constexpr int kSlabKeys = 8192;
 constexpr int kMaxDim = 512;
 constexpr int kBits = 2;  // of a code
 
-// What a dimension is summarised by: its mean, or low and step.
+// What a dimension is summarised by: low and step.
 struct Levels {
   double first = 0.0;
   double second = 0.0;
@@ -81,12 +81,6 @@ KVP_DEVICE Levels range_of(const float* keys, int tokens) {
     high = keys[t] > high ? keys[t] : high;
   }
   return {static_cast<double>(low), static_cast<double>(high)};
-}
-
-KVP_DEVICE double mean_of(const float* keys, int tokens) {
-  double sum = 0.0;
-  for (int t = 0; t < tokens; ++t) sum += static_cast<double>(keys[t]);
-  return sum / tokens;
 }
 
 KVP_DEVICE Levels sketch_levels(const float* keys, int tokens) {
@@ -145,37 +139,7 @@ KVP_DEVICE Page page_of(const SummarizeParams& p) {
   const int64_t summary = int64_t{p.first_layer} * p.shape.kv_heads + page;
   return {static_cast<const unsigned char*>(p.chunks[chunk]) + p.shape.slice_offset +
               layer * p.shape.slice_bytes + head * p.shape.page_bytes,
-          static_cast<unsigned char*>(p.summaries[chunk]) + summary * p.scorer.summary_page_bytes};
-}
-
-KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_mean(const Job job) {
-  const SummarizeParams& p = job.p;
-  const Page page = page_of(p);
-  const Shared shared = shared_parts(job);
-  const int dims = p.shape.k_dim;
-
-  double largest = 0.0;
-  for (int first = 0; first < dims; first += job.slab_dims) {
-    load_slab(job, page.tile, first, shared.slab);
-    sync_block();
-    const int count = dims - first < job.slab_dims ? dims - first : job.slab_dims;
-    for (int i = thread_index(); i < count; i += kThreads) {
-      const double mean = mean_of(shared.slab + i * slab_pitch(job), p.shape.chunk_tokens);
-      largest = larger(largest, fabs(mean));
-      shared.levels[first + i].first = mean;
-    }
-    sync_block();
-  }
-  const float scale = short_scale(block_largest(largest, shared.partial), 127);
-
-  const int padded = (dims + 63) / 64 * 64;
-  for (int d = thread_index(); d < padded; d += kThreads) {
-    page.out[d] =
-        d < dims ? static_cast<unsigned char>(quantize(shared.levels[d].first, scale, 127) + 128)
-                 : static_cast<unsigned char>(0);
-  }
-  uint32_t* tail = reinterpret_cast<uint32_t*>(page.out + padded);
-  for (int i = thread_index(); i < 16; i += kThreads) tail[i] = i == 0 ? float_to_bits(scale) : 0u;
+          static_cast<unsigned char*>(p.summaries[chunk]) + summary * p.summary_page_bytes};
 }
 
 KVP_DEVICE uint32_t key_code(float key, float base, float inverse, float top) {
@@ -266,20 +230,6 @@ KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_sketch(const Job job) {
   }
 }
 
-KVP_KERNEL KVP_BOUNDS(kThreads, 4) summarize_exact(const Job job) {
-  const Page page = page_of(job.p);
-  const int64_t keys = int64_t{job.p.shape.k_dim} * job.p.shape.chunk_tokens;
-  float* out = reinterpret_cast<float*>(page.out);
-  for (int64_t i = thread_index(); i < keys; i += kThreads) {
-    const Shape& shape = job.p.shape;
-    const int tokens = shape.chunk_tokens;
-    out[i] = finite(codes::coded(shape.k_dtype)
-                        ? codes::key_of(page.tile, shape.k_dtype, tokens, shape.k_dim,
-                                        static_cast<int>(i / tokens), static_cast<int>(i % tokens))
-                        : element_to_float(page.tile, shape.k_dtype, i));
-  }
-}
-
 }  // namespace
 
 int summarize(const SummarizeParams& params, void* stream) {
@@ -293,16 +243,7 @@ int summarize(const SummarizeParams& params, void* stream) {
   grid.threads = kThreads;
   grid.shared_bytes = shared_bytes_of(job);
   grid.stream = stream;
-  switch (params.scorer.family) {
-    case ScorerParams::Family::kMean:
-      return launch(summarize_mean, grid, job);
-    case ScorerParams::Family::kSketch:
-      return launch(summarize_sketch, grid, job);
-    case ScorerParams::Family::kExact:
-      break;
-  }
-  grid.shared_bytes = 0;
-  return launch(summarize_exact, grid, job);
+  return launch(summarize_sketch, grid, job);
 }
 
 }  // namespace kvpager::gpu

@@ -1,5 +1,5 @@
 // The float steps that summaries and prepared queries are made of, each one IEEE operation, as
-// kernels/scorer_common.cc has them.
+// kernels/bits2.cc has them.
 #pragma once
 
 #include <cmath>

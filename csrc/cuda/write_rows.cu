@@ -41,7 +41,7 @@ struct Places {
   int32_t offset[kTileRows];
 };
 
-// The conversions of kernels/half.h to the bit, also of a NaN.
+// The conversions of base/half.h to the bit, also of a NaN.
 template <DType from>
 KVP_DEVICE float widen(Element<from> bits) {
   if constexpr (from == DType::kFloat32) {

@@ -11,6 +11,12 @@
 
 #include "cuda/params.h"
 
+namespace kvpager {
+
+struct LinearParams;  // kvpager/linear.h
+
+}  // namespace kvpager
+
 namespace kvpager::device {
 
 inline constexpr uint32_t kAbi = 5;  // raised with any change of this file or of cuda/params.h

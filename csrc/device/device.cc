@@ -5,9 +5,9 @@
 #include <exception>
 #include <utility>
 
+#include "base/fault.h"
 #include "device/plugin.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 
 namespace kvpager::device {
 

@@ -6,8 +6,8 @@
 //   down      device to host: write-through, summaries
 //
 // A Place is a block of the pool or a slot of the host arena; it remembers which tickets have to be
-// done before it may be read and before it may be written. Every wait has a name, so that a test
-// can leave it out and see what breaks.
+// done before it may be read and before it may be written. Every wait has a name, by which errors
+// call it and tests leave it out.
 #pragma once
 
 #include <array>
@@ -80,7 +80,8 @@ void copy_up(Device& device, Stream stream, void* to, const void* from, int64_t 
 void copy_up(Device& device, Stream stream, const std::vector<Pieces>& runs);
 void copy_down(Device& device, Stream stream, void* to, const void* from, int64_t bytes);
 
-// For tests: waits of this name are left out while it lives. Beside those of places there are
+#ifdef KVPAGER_TEST_SEAMS
+// Waits of this name are left out while it lives. Beside those of places there are
 // "compute after the caller's stream before", "host finishes", and the names callers give.
 class LeaveOut {
  public:
@@ -94,5 +95,6 @@ class LeaveOut {
 };
 // The names of waits that were carried out since the process began.
 std::vector<std::string> waits_seen();
+#endif
 
 }  // namespace kvpager::device

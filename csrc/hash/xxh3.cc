@@ -1,8 +1,9 @@
 #include "hash/xxh3.h"
 
+#include "base/processor.h"
 #include "hash/xxh3_stripes.h"
 #include "hash/xxh3_v3.h"
-#include "kvpager/processor.h"
+#include "kvpager/require.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "inputs are read as little-endian words");
 
@@ -162,11 +163,11 @@ Hash128 hash128_to_240(const uint8_t* data, size_t bytes) {
   return finished(sum, bytes);
 }
 
-void sums_of(const uint8_t* data, size_t bytes, uint64_t* out) {
+void sums_of(const uint8_t* data, size_t bytes, const uint8_t* secret, uint64_t* out) {
 #ifdef KVPAGER_HASH_V3
-  if (processor().level >= 3) return sum_stripes_v3(data, bytes, out);
+  if (processor().level >= 3) return sum_stripes_v3(data, bytes, secret, out);
 #endif
-  sum_stripes(data, bytes, out);
+  sum_stripes(data, bytes, secret, out);
 }
 
 uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
@@ -175,6 +176,19 @@ uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
                             sums[2 * i + 1] ^ read64(secret + 16 * i + 8));
   }
   return avalanche(start);
+}
+
+uint64_t hash_long(const uint8_t* data, size_t bytes, const uint8_t* secret) {
+  uint64_t sums[8];
+  sums_of(data, bytes, secret, sums);
+  return merged(sums, secret + 11, bytes * kPrime64[0]);
+}
+
+Hash128 hash128_long(const uint8_t* data, size_t bytes, const uint8_t* secret) {
+  uint64_t sums[8];
+  sums_of(data, bytes, secret, sums);
+  return {merged(sums, secret + 11, bytes * kPrime64[0]),
+          merged(sums, secret + kSecretBytes - kStripe - 11, ~(bytes * kPrime64[1]))};
 }
 
 }  // namespace
@@ -186,9 +200,7 @@ uint64_t xxh3_64(const void* input, size_t bytes) {
   if (bytes <= 16) return hash_to_16(data, bytes);
   if (bytes <= 128) return hash_to_128(data, bytes);
   if (bytes <= 240) return hash_to_240(data, bytes);
-  uint64_t sums[8];
-  sums_of(data, bytes, sums);
-  return merged(sums, kSecret + 11, bytes * kPrime64[0]);
+  return hash_long(data, bytes, kSecret);
 }
 
 Hash128 xxh3_128(const void* input, size_t bytes) {
@@ -197,10 +209,25 @@ Hash128 xxh3_128(const void* input, size_t bytes) {
   if (bytes <= 16) return hash128_to_16(data, bytes);
   if (bytes <= 128) return hash128_to_128(data, bytes);
   if (bytes <= 240) return hash128_to_240(data, bytes);
-  uint64_t sums[8];
-  sums_of(data, bytes, sums);
-  return {merged(sums, kSecret + 11, bytes * kPrime64[0]),
-          merged(sums, kSecret + kSecretBytes - kStripe - 11, ~(bytes * kPrime64[1]))};
+  return hash128_long(data, bytes, kSecret);
+}
+
+SeededXxh3::SeededXxh3(uint64_t seed) {
+  static_assert(sizeof secret_ == xxh3::kSecretBytes);
+  for (size_t at = 0; at < sizeof secret_; at += 8) {
+    const uint64_t word = xxh3::read64(xxh3::kSecret + at) + (at % 16 == 0 ? seed : 0 - seed);
+    std::memcpy(secret_ + at, &word, sizeof word);
+  }
+}
+
+uint64_t SeededXxh3::hash64(const void* data, size_t bytes) const {
+  KVPAGER_REQUIRE(bytes >= kLeastBytes);
+  return xxh3::hash_long(static_cast<const uint8_t*>(data), bytes, secret_);
+}
+
+Hash128 SeededXxh3::hash128(const void* data, size_t bytes) const {
+  KVPAGER_REQUIRE(bytes >= kLeastBytes);
+  return xxh3::hash128_long(static_cast<const uint8_t*>(data), bytes, secret_);
 }
 
 }  // namespace kvpager

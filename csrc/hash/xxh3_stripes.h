@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -74,41 +74,6 @@ class Sums {
   __m256i lanes_[2];
 };
 
-#elif defined(__SSE2__)
-
-class Sums {
- public:
-  explicit Sums(const uint64_t* sums)
-      : lanes_{load(sums), load(sums + 2), load(sums + 4), load(sums + 6)} {}
-  void store(uint64_t* sums) const {
-    for (int i = 0; i < 4; ++i) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(sums + 2 * i), lanes_[i]);
-    }
-  }
-  void add(const uint8_t* stripe, const uint8_t* secret) {
-    for (int i = 0; i < 4; ++i) {
-      const __m128i data = load(stripe + 16 * i);
-      const __m128i key = _mm_xor_si128(data, load(secret + 16 * i));
-      const __m128i product = _mm_mul_epu32(key, _mm_srli_epi64(key, 32));
-      const __m128i neighbours = _mm_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
-      lanes_[i] = _mm_add_epi64(_mm_add_epi64(lanes_[i], neighbours), product);
-    }
-  }
-  void scramble(const uint8_t* secret) {
-    const __m128i prime = _mm_set1_epi32(static_cast<int>(kPrime32[0]));
-    for (int i = 0; i < 4; ++i) {
-      const __m128i mixed = _mm_xor_si128(_mm_srli_epi64(lanes_[i], 47), lanes_[i]);
-      const __m128i key = _mm_xor_si128(mixed, load(secret + 16 * i));
-      const __m128i high = _mm_mul_epu32(_mm_srli_epi64(key, 32), prime);
-      lanes_[i] = _mm_add_epi64(_mm_mul_epu32(key, prime), _mm_slli_epi64(high, 32));
-    }
-  }
-
- private:
-  static __m128i load(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
-  __m128i lanes_[4];
-};
-
 #else
 
 class Sums {
@@ -140,25 +105,25 @@ class Sums {
 
 #endif
 
-// The sums of an input of more than a stripe.
-inline void sum_stripes(const uint8_t* data, size_t bytes, uint64_t* out) {
+// The sums of an input of more than a stripe, with a secret of kSecretBytes.
+inline void sum_stripes(const uint8_t* data, size_t bytes, const uint8_t* secret, uint64_t* out) {
   const uint64_t start[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
                              kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
   Sums sums(start);
   const auto add_some = [&](const uint8_t* at, size_t stripes) {
     for (size_t i = 0; i < stripes; ++i) {
       __builtin_prefetch(at + i * kStripe + 6 * kStripe);
-      sums.add(at + i * kStripe, kSecret + 8 * i);
+      sums.add(at + i * kStripe, secret + 8 * i);
     }
   };
   const size_t blocks = (bytes - 1) / kBlock;
   for (size_t block = 0; block < blocks; ++block) {
     add_some(data + block * kBlock, kStripesPerBlock);
-    sums.scramble(kSecret + kSecretBytes - kStripe);
+    sums.scramble(secret + kSecretBytes - kStripe);
   }
   const uint8_t* rest = data + blocks * kBlock;
   add_some(rest, (bytes - 1 - blocks * kBlock) / kStripe);
-  sums.add(data + bytes - kStripe, kSecret + kSecretBytes - kStripe - 7);
+  sums.add(data + bytes - kStripe, secret + kSecretBytes - kStripe - 7);
   sums.store(out);
 }
 

@@ -5,9 +5,9 @@
 
 namespace kvpager::xxh3 {
 
-void sum_stripes_v3(const uint8_t* data, size_t bytes, uint64_t* out) {
+void sum_stripes_v3(const uint8_t* data, size_t bytes, const uint8_t* secret, uint64_t* out) {
   KVPAGER_REQUIRE(__builtin_cpu_supports("x86-64-v3"));
-  sum_stripes(data, bytes, out);
+  sum_stripes(data, bytes, secret, out);
 }
 
 }  // namespace kvpager::xxh3

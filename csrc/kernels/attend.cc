@@ -4,9 +4,9 @@
 #include <cstring>
 #include <vector>
 
+#include "base/capacity.h"
+#include "base/float_environment.h"
 #include "kernels/attend_walk.h"
-#include "kernels/float_environment.h"
-#include "kvpager/capacity.h"
 #include "kvpager/error.h"
 
 namespace kvpager {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/float_buffer.h"
+#include "base/float_buffer.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 

@@ -2,15 +2,13 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/processor.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
-#include "kvpager/processor.h"
 
 namespace kvpager {
 namespace {
-
-const char* level_name(int level) { return level == 4 ? "v4" : level == 3 ? "v3" : "base"; }
 
 const KernelTable& table_of(int level, Extensions extensions) {
 #if defined(__x86_64__)
@@ -39,18 +37,13 @@ std::atomic<const KernelTable*> overriding{nullptr};
 int choose_level(const char* requested, int machine) {
   if (requested == nullptr || *requested == '\0') return machine;
   const std::string name = requested;
-  int level = 0;
-  if (name == "base") level = 1;
-  if (name == "v3") level = 3;
-  if (name == "v4") level = 4;
-  if (level == 0) {
-    throw InvalidArgumentError(str("KVPAGER_ISA is \"", name, "\"; expected base, v3 or v4"));
-  }
-  if (level > machine) {
+  for (const int level : {1, 3, 4}) {
+    if (name != level_name(level)) continue;
+    if (level <= machine) return level;
     throw InvalidArgumentError(str("KVPAGER_ISA is ", name, ", which this machine cannot run; its ",
                                    "highest tier is ", level_name(machine)));
   }
-  return level;
+  throw InvalidArgumentError(str("KVPAGER_ISA is \"", name, "\"; expected base, v3 or v4"));
 }
 
 const KernelTable& kernels() {

@@ -19,32 +19,12 @@ void read_tile(const Tile& tile, float* out);
 void encode(const float* source, DType dtype, int64_t dim, uint8_t* codes, uint16_t* scales);
 bool all_fit(const void* source, DType dtype, DType stored, int64_t count);
 
-LinearPacking linear_packing(const LinearParams& params);
-int64_t linear_compressed_rows(DType dtype);
-void linear_pack(const LinearParams& params, int64_t group, float* out);
-void linear_panel(const LinearParams& params, const void* next_w, const float* input,
-                  float* scratch);
-#if KVPAGER_ISA_LEVEL == 4
-void linear_panel_dots(const LinearParams& params, const void* next_w, const float* input,
-                       float* scratch);
-#endif
-
-void combine(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,
-             float* out);
-float mean(const float* x, int64_t count);
-
 void score_sketches(const SketchParams& params, const std::byte* const* summaries, int64_t count,
                     double* const* scores);
-void score_means(const MeanParams& params, const std::byte* const* summaries, int64_t count,
-                 double* const* scores);
-void score_exact(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
-                 const std::byte* const* summaries, int64_t count, double* scores);
 #if KVPAGER_ISA_LEVEL == 4
 void attend_tile_vnni(const TileParams& params);
 void score_sketches_vnni(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* const* scores);
-void score_means_vnni(const MeanParams& params, const std::byte* const* summaries, int64_t count,
-                      double* const* scores);
 #endif
 
 }  // namespace KVPAGER_ISA_NS

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "kvpager/linear.h"
-#include "kvpager/program.h"
 #include "kvpager/types.h"
 
 #ifdef __FAST_MATH__
@@ -19,6 +17,11 @@ namespace kvpager {
 
 // Lanes of the logical vector all tiers compute with, whatever their registers are.
 inline constexpr int kLanes = 16;
+
+// Of KVPAGER_ISA: the base tier is level 1.
+constexpr const char* level_name(int level) {
+  return level == 4 ? "v4" : level == 3 ? "v3" : "base";
+}
 
 // One query head of one row and its running softmax over a split.
 //   state = acc[v_dim], m, l (floats). Fresh: m = -inf, l = 0, acc = 0.
@@ -72,37 +75,25 @@ inline constexpr int64_t tile_scratch_floats(const TileParams& params) {
   return params.count + kLanes + (params.count + dim) * params.tokens;
 }
 
-// Summaries of per-dimension codes: see scorer_sketch.cc for the bytes.
+// Summaries of per-dimension codes: see bits2.cc for the bytes.
 struct SketchParams {
   int32_t tokens = 0;      // of a chunk
   int32_t padded_dim = 0;  // k_dim rounded up to kSketchDims
   int32_t rows = 1;
-  int32_t group = 0;                  // heads of a row; its score is the best one's
-  const int16_t* const* q = nullptr;  // [rows], each [group][padded_dim], -127..127
+  int32_t group = 0;  // heads of a row; its score is the best one's
+  // [rows]; each a header and int16 [group][padded_dim], -127..127.
+  const std::byte* const* queries = nullptr;
 };
 inline constexpr int kSketchDims = 32;
+inline constexpr int64_t kQueryHeaderBytes = 64;  // the scale, up to a cache line
 
-// Summaries of mean keys: see scorer_mean.cc for the bytes.
-struct MeanParams {
-  int32_t padded_dim = 0;  // k_dim rounded up to 64
-  int32_t rows = 1;
-  int32_t group = 0;                     // heads of a row; its score is the best one's
-  const int8_t* const* q = nullptr;      // [rows], each [group][padded_dim]
-  const int32_t* const* bias = nullptr;  // [rows], each [group], 128 * sum of q: means are stored
-                                         // with 128 added
-};
-
-// What linear_panel multiplies, where it multiplies copies of rows and weights.
-struct LinearPacking {
-  int64_t group_floats = 0;    // of kLinearGroupRows rows; 0: nothing is copied
-  int64_t scratch_floats = 0;  // of a thread
-};
-inline constexpr int64_t kLinearGroupRows = 9;
-inline constexpr int64_t kLinearBlockOutputs = 48;  // that such a panel should have
+// Instructions that a processor of level v4 may have in addition.
+enum class Extensions { kNone, kVnni, kVnniBf16 };
 
 struct KernelTable {
   const char* name = nullptr;
   int level = 1;
+  Extensions extensions = Extensions::kNone;
   void (*attend_tile)(const TileParams& params) = nullptr;
   // total += part, both states; skipped by the caller when part saw no key.
   void (*merge_state)(float* total, const float* part, int32_t v_dim) = nullptr;
@@ -128,25 +119,6 @@ struct KernelTable {
   // scores[row][i] is summary i's.
   void (*score_sketches)(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* const* scores) = nullptr;
-  void (*score_means)(const MeanParams& params, const std::byte* const* summaries, int64_t count,
-                      double* const* scores) = nullptr;
-  void (*score_exact)(int32_t tokens, int32_t k_dim, int32_t group, const float* q,
-                      const std::byte* const* summaries, int64_t count, double* scores) = nullptr;
-  // All of params in one thread: kvpager/linear.h. The calling thread's floating-point unit is set as
-  // the dtype wants it. next_w: weights that are probably read after these, as far apart, which may be
-  // fetched meanwhile; null: not known. input: of x, every group's floats as linear_pack leaves them,
-  // where there are any; else null. scratch: on a cache line.
-  LinearPacking (*linear_packing)(const LinearParams& params) = nullptr;
-  // Up to how many rows linear_panel multiplies with copies of weights, where there are any.
-  int64_t (*linear_compressed_rows)(DType dtype) = nullptr;
-  void (*linear_pack)(const LinearParams& params, int64_t group, float* out) = nullptr;
-  void (*linear_panel)(const LinearParams& params, const void* next_w, const float* input,
-                       float* scratch) = nullptr;
-  // Of `count` elements, one of kvpager/program.h's; b_is_one: b is one number for all. Not of means and
-  // products.
-  void (*combine)(Operation operation, const float* a, const float* b, bool b_is_one, int64_t count,
-                  float* out) = nullptr;
-  float (*mean)(const float* x, int64_t count) = nullptr;
 };
 
 // The tier in use. The first call chooses it; throws InvalidArgumentError for a bad KVPAGER_ISA.
@@ -167,9 +139,6 @@ class KernelOverride {
   KernelOverride(const KernelOverride&) = delete;
   KernelOverride& operator=(const KernelOverride&) = delete;
 };
-
-// Instructions that processors of level v4 may have beside those of it.
-enum class Extensions { kNone, kVnni, kVnniBf16 };
 
 // One table per compilation of the *_isa.cc files.
 namespace isa_base {

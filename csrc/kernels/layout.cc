@@ -19,7 +19,7 @@ Found check_range(const char* field, int64_t value, int64_t low, int64_t high) {
 }
 
 Found check_dim(const char* field, int64_t value) {
-  if (auto found = check_range(field, value, 16, 512)) return found;
+  if (auto found = check_range(field, value, 16, kMostDim)) return found;
   if (value % 16 == 0) return std::nullopt;
   return BrokenRule{field, str(value), "a multiple of 16 (pad the heads with zeros)"};
 }

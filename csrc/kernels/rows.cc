@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/float_environment.h"
+#include "base/float_environment.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
@@ -67,34 +67,32 @@ void check_rows(const Layout& layout, const TensorView& k, const TensorView& v, 
 // Rows of one tensor on their way into a tile, and the memory that takes.
 class TileWriter {
  public:
-  TileWriter(const TensorView& rows, Side side, const Layout& layout)
+  // Writes at most `most` rows at a time.
+  TileWriter(const TensorView& rows, Side side, const Layout& layout, int64_t most)
       : rows_(rows),
         stored_(side == Side::kKeys ? layout.k_dtype : layout.v_dtype),
         rotated_(side == Side::kKeys ? layout.k_rotated : layout.v_rotated),
         side_(side),
         tokens_(layout.chunk_tokens),
         row_bytes_(row_code_bytes(stored_, rows.dim)),
-        scales_(code_scales(stored_, rows.dim)) {
-    at_least(&room_.wide, rows.dim);
-    at_least(&room_.codes, rows.dim);
-    at_least(&room_.scales, scales_);
-    at_least(&room_.gathered, tokens_ * row_bytes_);
+        scales_(code_scales(stored_, rows.dim)),
+        gathers_(side == Side::kKeys || stored_ == DType::kQ8) {
+    if (gathers_) gathered_.resize(static_cast<size_t>(most * row_bytes_));
   }
 
   // Rows [begin, end) of one head become the tokens offset, offset + 1, ... of the tile.
   void write(int64_t begin, int64_t end, int64_t head, int64_t offset, std::byte* tile) {
-    const bool gather = side_ == Side::kKeys || stored_ == DType::kQ8;
-    std::byte* to = gather ? room_.gathered.data() : tile + offset * row_bytes_;
+    std::byte* to = gathers_ ? gathered_.data() : tile + offset * row_bytes_;
     for (int64_t row = begin; row < end; ++row, to += row_bytes_) {
       const std::byte* from = element(rows_, row, head);
       if (is_coded(stored_)) {
         encode(from, offset + row - begin, to, tile);
       } else {
-        convert(kernels(), from, rows_.dtype, stored_, rows_.dim, room_.wide.data(), to);
+        convert(kernels(), from, rows_.dtype, stored_, rows_.dim, wide_, to);
       }
     }
-    if (!gather) return;
-    const std::byte* from = room_.gathered.data();
+    if (!gathers_) return;
+    const std::byte* from = gathered_.data();
     const int64_t count = end - begin;
     if (side_ == Side::kValues) {
       for (int64_t i = 0; i < count; ++i) interleave(from + i * row_bytes_, offset + i, tile);
@@ -110,22 +108,6 @@ class TileWriter {
   }
 
  private:
-  // Kept between calls, one for each thread: rows are written at every layer of every forward.
-  struct Room {
-    std::vector<float> wide;
-    std::vector<uint8_t> codes;
-    std::vector<uint16_t> scales;
-    std::vector<std::byte> gathered;
-  };
-  static Room& room() {
-    thread_local Room one;
-    return one;
-  }
-  template <class T>
-  static void at_least(std::vector<T>* many, int64_t count) {
-    if (static_cast<int64_t>(many->size()) < count) many->resize(static_cast<size_t>(count));
-  }
-
   // Bytes of two tokens side by side.
   void interleave(const std::byte* from, int64_t token, std::byte* tile) const {
     std::byte* to = tile + token / 2 * 2 * row_bytes_ + token % 2;
@@ -135,26 +117,25 @@ class TileWriter {
   void encode(const std::byte* from, int64_t token, std::byte* to, std::byte* tile) {
     const float* numbers = reinterpret_cast<const float*>(from);
     if (rows_.dtype != DType::kFloat32 || rotated_) {
-      kernels().to_float(from, rows_.dtype, rows_.dim, room_.wide.data());
-      numbers = room_.wide.data();
+      kernels().to_float(from, rows_.dtype, rows_.dim, wide_);
+      numbers = wide_;
     }
-    if (rotated_) kernels().rotate(room_.wide.data(), rows_.dim);
+    if (rotated_) kernels().rotate(wide_, rows_.dim);
     uint8_t* codes = reinterpret_cast<uint8_t*>(to);
     auto* scales = reinterpret_cast<uint16_t*>(tile + tokens_ * row_bytes_);
     if (stored_ == DType::kQ8) {
       kernels().encode(numbers, stored_, rows_.dim, codes, scales + token);
       return;
     }
-    kernels().encode(numbers, stored_, rows_.dim, room_.codes.data(), room_.scales.data());
+    kernels().encode(numbers, stored_, rows_.dim, codes_, scales_of_row_);
     for (int64_t i = 0; i < scales_; ++i) {
-      scales[i * tokens_ + token] = room_.scales[static_cast<size_t>(i)];
+      scales[i * tokens_ + token] = scales_of_row_[i];
     }
     // Which two codes share a byte: kvpager/codes.h.
     for (int64_t i = 0; i < row_bytes_; ++i) {
       const int64_t low = side_ == Side::kKeys ? 2 * i : i / 16 * kQ4Group + i % 16;
       const int64_t high = side_ == Side::kKeys ? 2 * i + 1 : low + 16;
-      codes[i] = static_cast<uint8_t>(room_.codes[static_cast<size_t>(low)] |
-                                      room_.codes[static_cast<size_t>(high)] << 4);
+      codes[i] = static_cast<uint8_t>(codes_[low] | codes_[high] << 4);
     }
   }
 
@@ -165,7 +146,12 @@ class TileWriter {
   int64_t tokens_;
   int64_t row_bytes_;  // of codes or numbers
   int64_t scales_;     // of one row
-  Room& room_ = room();
+  bool gathers_;       // rows are collected, and then written together
+  // Of one row: its numbers, its codes, a byte each, and their scales.
+  float wide_[kMostDim];
+  uint8_t codes_[kMostDim];
+  uint16_t scales_of_row_[kMostDim / kQ4Group];
+  std::vector<std::byte> gathered_;
 };
 
 }  // namespace
@@ -195,8 +181,9 @@ void write_rows(const Layout& layout, const TensorView& k, const TensorView& v,
                 const WriteRow* rows, int64_t count) {
   check_rows(layout, k, v, count);
   const FloatEnvironment environment;
-  TileWriter keys(k, Side::kKeys, layout);
-  TileWriter values(v, Side::kValues, layout);
+  const int64_t most = std::min<int64_t>(count, layout.chunk_tokens);
+  TileWriter keys(k, Side::kKeys, layout, most);
+  TileWriter values(v, Side::kValues, layout, most);
   int64_t end = 0;
   for (int64_t begin = 0; begin < count; begin = end) {
     end = begin + 1;

@@ -11,9 +11,7 @@ namespace kvpager {
 namespace KVPAGER_ISA_NS {
 namespace {
 
-constexpr int kBits = 2;  // of a code
-constexpr int kMaxDim = 512;
-constexpr int kMaxTokens = 256;
+constexpr int kBits = 2;       // of a code
 constexpr int64_t kAhead = 2;  // summaries between the one in use and the one asked for
 
 // Where a sketch's parts lie.
@@ -38,7 +36,7 @@ struct Sketch {
 // Four heads' queries, and what they weigh a dimension's codes with: (q * step + 128) >> 8.
 struct FourHeads {
   const int16_t* q[kFour];
-  alignas(64) int8_t weights[kFour][kMaxDim];
+  alignas(64) int8_t weights[kFour][kMostDim];
 };
 
 #if KVPAGER_ISA_LEVEL == 1
@@ -69,8 +67,8 @@ void unpack(const SketchParams& params, const uint8_t* codes, uint8_t* out) {
 int32_t best_token(const SketchParams& params, const uint8_t* unpacked, const int8_t* weights) {
   constexpr int kGroups = 64;
   const int row = params.tokens * 4;
-  int32_t sums[kMaxTokens] = {};
-  int16_t bytes[kMaxTokens * 4];
+  int32_t sums[kMostChunkTokens] = {};
+  int16_t bytes[kMostChunkTokens * 4];
   for (int first = 0; first < params.padded_dim / 4; first += kGroups) {
     const int rest = params.padded_dim / 4 - first;
     std::memset(bytes, 0, sizeof bytes);
@@ -96,7 +94,7 @@ int32_t best_token(const SketchParams& params, const uint8_t* unpacked, const in
 template <int kCount, int kTokens>
 void score_four(const SketchParams& params, const Sketch& sketch, ptrdiff_t, FourHeads* heads,
                 double* values) {
-  alignas(64) uint8_t unpacked[kMaxDim * kMaxTokens];
+  alignas(64) uint8_t unpacked[kMostDim * kMostChunkTokens];
   unpack(params, sketch.codes, unpacked);
   for (int h = 0; h < kCount; ++h) {
     weigh(heads->q[h], sketch.step, params.padded_dim, heads->weights[h]);
@@ -319,7 +317,8 @@ void scan_sketches_of(const SketchParams& params, const std::byte* const* summar
       int of_row = row;
       int of_head = head;
       for (int h = 0; h < some; ++h) {
-        four.q[h] = params.q[of_row] + int64_t{of_head} * params.padded_dim;
+        four.q[h] = reinterpret_cast<const int16_t*>(params.queries[of_row] + kQueryHeaderBytes) +
+                    int64_t{of_head} * params.padded_dim;
         if (++of_head == params.group) ++of_row, of_head = 0;
       }
       double values[kFour];

@@ -10,7 +10,6 @@
 #endif
 
 #define KVPAGER_VNNI 1
-#include "kernels/score_means_isa.h"
 #include "kernels/score_sketches_isa.h"
 
 namespace kvpager {
@@ -19,11 +18,6 @@ namespace KVPAGER_ISA_NS {
 void score_sketches_vnni(const SketchParams& params, const std::byte* const* summaries,
                          int64_t count, double* const* scores) {
   scan_sketches(params, summaries, count, scores);
-}
-
-void score_means_vnni(const MeanParams& params, const std::byte* const* summaries, int64_t count,
-                      double* const* scores) {
-  scan_means(params, summaries, count, scores);
 }
 
 }  // namespace KVPAGER_ISA_NS

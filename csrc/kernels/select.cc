@@ -149,8 +149,8 @@ void select_chunks(const Selection& selection, int64_t chunk_tokens, int64_t pos
     // ever kept: one that is not above the k-th best so far cannot raise it.
     const int64_t places = selection.chunks;
     const size_t most = static_cast<size_t>(2 * places + kSpareOrders);
-    thread_local std::vector<uint64_t> orders;
-    orders.clear();
+    std::vector<uint64_t> orders;
+    orders.reserve(std::min(most, static_cast<size_t>(middle_end - middle_begin)));
     int64_t seen = 0;
     uint64_t threshold = 0;
     const auto keep_best = [&] {

@@ -20,10 +20,11 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "kvpager/codes.h"
 
 #define KVPAGER_INLINE inline __attribute__((always_inline))
+#define KVPAGER_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace kvpager {
 namespace KVPAGER_ISA_NS {
@@ -369,20 +370,6 @@ static KVPAGER_INLINE Pairs load_pairs(const int8_t* p) {
   for (int i = 0; i < 32; ++i) pairs.x[i] = p[i];
   return pairs;
 }
-struct BFloat16Pairs {
-  uint16_t x[32];
-};
-static KVPAGER_INLINE BFloat16Pairs load_bfloat16_pairs(const uint16_t* p) {
-  BFloat16Pairs pairs;
-  std::memcpy(pairs.x, p, sizeof pairs.x);
-  return pairs;
-}
-static KVPAGER_INLINE Vec odd_floats(const BFloat16Pairs& a) {
-  return each_lane([&](int i) { return bfloat16_to_float(a.x[2 * i + 1]); });
-}
-static KVPAGER_INLINE Vec even_floats(const BFloat16Pairs& a) {
-  return each_lane([&](int i) { return bfloat16_to_float(a.x[2 * i]); });
-}
 static KVPAGER_INLINE void store_rounded(int16_t* p, const Vec& a, const Vec& factor) {
   for (int i = 0; i < 16; ++i) {
     const float shifted = a.x[i] * factor.x[i] + 12582912.0f;  // 1.5 * 2^23
@@ -507,62 +494,6 @@ static inline float tree_max(const Vec& a) {
   return x[0];
 }
 #endif
-
-// tree_sum of every vector: sums[r][n] of a[r][n], with room for rows to a multiple of four.
-template <int kRows, int kCount>
-static KVPAGER_INLINE void tree_sums(const Vec (&a)[kRows][kCount], float* sums) {
-#if KVPAGER_ISA_LEVEL == 4
-  if (kCount == 4) {  // the same additions, of four rows of four vectors at a time
-    const auto fours = [&](int r) -> __m512 {  // of vector n of a row, four lanes in quarter n
-      const auto& row = a[r < kRows ? r : kRows - 1];
-      const auto halves = [](Vec x, Vec y) -> __m512 {  // lanes i and i + 8 of two vectors
-        return _mm512_add_ps(_mm512_shuffle_f32x4(x.x, y.x, 0x44),
-                             _mm512_shuffle_f32x4(x.x, y.x, 0xEE));
-      };
-      const __m512 first = halves(row[0], row[1 % kCount]);
-      const __m512 second = halves(row[2 % kCount], row[3 % kCount]);
-      return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
-                           _mm512_shuffle_f32x4(first, second, 0xDD));
-    };
-    const auto twos = [](__m512 x, __m512 y) -> __m512 {
-      return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xEE));
-    };
-    const __m512i by_row = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; r += 4) {
-      const __m512 low = twos(fours(r), fours(r + 1)), high = twos(fours(r + 2), fours(r + 3));
-      const __m512 ones =
-          _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
-      _mm512_storeu_ps(sums + 4 * r, _mm512_permutexvar_ps(by_row, ones));
-    }
-    return;
-  }
-#elif KVPAGER_ISA_LEVEL == 3
-  if (kCount == 4) {  // the same additions, of four vectors at a time
-    const auto fours = [](Vec a, Vec b) -> __m256 {  // four lanes of one in each half
-      const __m256 x = _mm256_add_ps(a.x, a.y), y = _mm256_add_ps(b.x, b.y);
-      return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
-    };
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const __m256 first = fours(a[r][0], a[r][1 % kCount]);
-      const __m256 second = fours(a[r][2 % kCount], a[r][3 % kCount]);
-      const __m256 twos = _mm256_add_ps(_mm256_shuffle_ps(first, second, 0x44),
-                                        _mm256_shuffle_ps(first, second, 0xEE));
-      const __m128 even = _mm256_castps256_ps128(twos), odd = _mm256_extractf128_ps(twos, 1);
-      const __m128 ones =
-          _mm_add_ps(_mm_shuffle_ps(even, odd, 0x88), _mm_shuffle_ps(even, odd, 0xDD));
-      _mm_storeu_ps(sums + 4 * r, _mm_shuffle_ps(ones, ones, 0xD8));
-    }
-    return;
-  }
-#endif
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kCount; ++n) sums[r * kCount + n] = tree_sum(a[r][n]);
-  }
-}
 
 // `count` numbers to the nearest of a dtype, as float_to_bfloat16 and float_to_float16.
 static KVPAGER_INLINE void store_bfloat16(const float* x, int64_t count, uint16_t* out) {

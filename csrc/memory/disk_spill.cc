@@ -9,8 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/require.h"
 
 namespace kvpager {

@@ -1,4 +1,4 @@
-#include "kvpager/fault.h"
+#include "base/fault.h"
 
 #include <signal.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <map>
 #include <optional>
 
-#include "kvpager/mutex.h"
+#include "base/mutex.h"
 
 namespace kvpager::fault {
 

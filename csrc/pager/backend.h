@@ -107,6 +107,8 @@ class Backend {
   // [visible] whether rows of the part read the chunk at the layer that was selected for.
   // REQUIRES: select() was false.
   virtual const std::vector<uint8_t>& reads(size_t part) const;
+  // [rows * kv_heads] the chunks that were selected last, ascending. InvalidArgumentError on a device.
+  virtual const std::vector<std::vector<int32_t>>& chosen() const;
   // After select() of the same layer and queries.
   virtual void attend(int layer, const TensorView& q, const TensorView& out,
                       const AttendOptions& attend_options) = 0;
@@ -120,13 +122,14 @@ class Backend {
   virtual void check_invariants() = 0;
 };
 
-// What every backend is made of, and outlived by.
+// What a backend with bytes is made of, derives from and is outlived by.
 struct BackendParts {
-  const Config& config;
-  const Ledger& ledger;  // where chunks are
-  ChunkFiles& files;     // what is below memory
-  ThreadPool& threads;
-  PagerStats& counters;  // of what it moves, and how long that takes
+  const Config& config_;
+  const Layout& layout_;
+  const Ledger& ledger_;  // where chunks are
+  ChunkFiles& files_;     // what is below memory
+  ThreadPool& threads_;
+  PagerStats& counters_;  // of what it moves, and how long that takes
 };
 
 // Of options.device.

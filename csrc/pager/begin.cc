@@ -18,7 +18,7 @@ uint64_t RunningForward::begin(std::vector<RowSpan> spans, std::vector<TokenId> 
   next->spans = std::move(spans);
   next->tokens = std::move(tokens);
   next->given_count = static_cast<int64_t>(with.given.size());
-  next->dense = with.dense || parts_.config.dense();
+  next->dense = with.dense || config_.dense();
   next->tokens.insert(next->tokens.end(), with.given.begin(), with.given.end());
   const int64_t rows = next->row_count();
   if (rows > options_.rows || (rows < 1 && next->given_count == 0)) {
@@ -175,8 +175,8 @@ int64_t RunningForward::blocks_wanted(const ForwardPart& part) const {
   return std::max<int64_t>(0, (end + c - 1) / c - part.sequence->chunks());
 }
 
-// Homes for chunks that may seal, then blocks for the rows: all that the parts need. end_parts() gives
-// back what is not used.
+// Homes for chunks that may seal, then blocks for the rows and for open chunks that are paged out: all that
+// the parts need. end_parts() gives back what is not used.
 void RunningForward::allocate_frontier(Forward* next) {
   int64_t new_homes = 0;
   int64_t new_blocks = 0;
@@ -184,7 +184,14 @@ void RunningForward::allocate_frontier(Forward* next) {
     new_homes += homes_wanted(part);
     new_blocks += blocks_wanted(part);
   }
-  if (new_homes > 0) residency_.budget().require(new_homes, "begin");
+  const HomesAside homes(residency_.budget(), new_homes, "begin");
+  std::vector<RecordId> missing;
+  for (const ForwardPart& part : next->parts) {
+    for (const ChunkUse& use : part.sequence->frontier) {
+      held_.add(use.record);
+      if (ledger_[use.record].paged_out) missing.push_back(use.record);
+    }
+  }
   for (ForwardPart& part : next->parts) {
     sequences_.load_summaries(*part.sequence);
     part.sequence->frontier.reserve(part.sequence->frontier.size() +
@@ -193,16 +200,17 @@ void RunningForward::allocate_frontier(Forward* next) {
   // Where blocks are the only room, allocating one may forget a cached chunk: blocks for the rows and for
   // what has to be loaded for them are allocated at once, or not at all.
   Readers readers(ledger_);
-  std::vector<RecordId> missing;
-  if (backend_.reads_all() && parts_.config.blocks_are_homes()) {
+  if (backend_.reads_all() && config_.blocks_are_homes()) {
     hold_visible(*next, &readers, &missing);
   }
-  LoadLease room(residency_, missing, HostRoom::kReclaimed, NoRoom::kRefuse, "begin", new_blocks);
+  const HostRoom host = config_.blocks_are_homes() ? HostRoom::kReclaimed : HostRoom::kNone;
+  LoadLease room(residency_, missing, host, NoRoom::kRefuse, "begin", new_blocks);
   if (!missing.empty()) {
     const ScopedTimer timer(&counters_.seconds_load);
     room.load(Reading::kTogether);
   }
   ledger_.expect(new_blocks);
+  held_.expect(new_blocks);
   // Nothing below fails.
   for (ForwardPart& part : next->parts) {
     Sequence& sequence = *part.sequence;
@@ -212,6 +220,7 @@ void RunningForward::allocate_frontier(Forward* next) {
       const BlockId block = room.blocks().release();
       const RecordId open = residency_.create_open(sequence.chunks(), block);
       sequence.frontier.push_back({open, 0, 0, 0, 0});
+      held_.add(open);
     }
   }
 }

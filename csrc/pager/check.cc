@@ -53,19 +53,22 @@ void Residency::check_invariants() const {
   eviction_.check_invariants();
   int64_t homes = 0;
   int64_t restored = 0;
+  int64_t paged_out = 0;
   int64_t held = 0;
   ledger_.each([&](RecordId id, const ChunkRecord& record) {
     check_record(id, record);
     if (record.held()) ++held;
     if (record.needs_home() && record.references > 0) ++homes;
     if (record.source != nullptr) ++restored;
+    if (record.paged_out) ++paged_out;
   });
-  require(held == ledger_.held(), 3, "the records that are open or pinned are miscounted");
+  require(held == ledger_.held(), 3, "the records that stay in their blocks are miscounted");
   require(blocks_.slots() == config_.slots.pool, 2, "the pool is not the size it was given");
-  require(homes == budget_.referenced && restored == budget_.restored, 2,
-          "home counts do not add up");
+  require(
+      homes == budget_.referenced && restored == budget_.restored && paged_out == budget_.paged_out,
+      2, "home counts do not add up");
   const int64_t taken = budget_.referenced + budget_.reserved;
-  require(taken <= config_.home_capacity(), 2, "more homes promised than there are");
+  require(budget_.homes_left() >= 0, 2, "more homes promised than there are");
   require(taken + budget_.restored <= summary_slots_.slots(), 2,
           "more summaries promised than there are");
 }
@@ -119,8 +122,11 @@ void Residency::check_cached() const {
 void Residency::check_record(RecordId id, const ChunkRecord& record) const {
   const RecordLabel name{id, record.index};
   if (record.state == ChunkState::kOpen) {
-    require(record.resident() && record.references == 1 && !record.has_lower_copy(), 1, name,
-            " is open but not a private block");
+    require(record.references == 1 && record.source == nullptr, 1, name,
+            " is open but not private");
+    require(record.paged_out ? !record.resident() && record.on_host() != record.on_disk()
+                             : record.resident() && !record.has_lower_copy(),
+            1, name, " is open but neither in a block nor paged out");
     require(record.summary.value() < 0, 9, name, " is open but has a summary");
   } else {
     require(record.resident() || record.has_lower_copy(), 1, name, " has no copy anywhere");
@@ -219,9 +225,8 @@ void Sequences::check_chunks(const Sequence& sequence) const {
           10, name, " has another name than its tokens and the chunks before give");
       record.name_checked = true;
     }
+    require(record.previous == previous, 10, name, " was computed after another text");
     previous = record.name;
-    require(i == sequence.released || ledger_.follows(use.record, sequence.use(i - 1).record), 10,
-            name, " was computed after another record than the one before it");
   }
 }
 

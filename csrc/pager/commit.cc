@@ -87,7 +87,7 @@ void RunningForward::commit_rows(const std::vector<int64_t>& count, Provenance p
     provenance = std::max(provenance, Provenance::kDecode);
   }
   const ScopedTimer timer(&counters_.seconds_seal);
-  Sealing sealing(parts_, residency_, sequences_, *forward_);
+  Sealing sealing(*this, residency_, sequences_, *forward_);
   try {
     backend_.finish();
     held_.release();
@@ -137,7 +137,7 @@ void RunningForward::advance(ForwardPart& part, int64_t count, Provenance proven
 // A moving average of each chunk's share of attention mass, for eviction and for people.
 void RunningForward::note_use(const ForwardPart& part) {
   Sequence& sequence = *part.sequence;
-  const int64_t layers = parts_.config.scored_layers(forward_->dense);
+  const int64_t layers = config_.scored_layers(forward_->dense);
   const double shares = static_cast<double>(layers * layout_.kv_heads);
   const auto known = static_cast<int64_t>(part.read.size());  // none where nothing is computed
   for (int64_t chunk = sequence.released; chunk < std::min(known, sequence.chunks()); ++chunk) {

@@ -142,8 +142,7 @@ SlotCounts slot_counts(const PagerOptions& options, int64_t summary_slot_bytes) 
 Config::Config(const PagerOptions& given)
     : options(validated(given)),
       layout(options.layout),
-      scorer(find_scorer(options.scorer)),
-      summary_page_bytes(scorer.summary_bytes(layout)),
+      summary_page_bytes(bits2::summary_bytes(layout)),
       summary_slot_bytes(summary_page_bytes * layout.layers * layout.kv_heads),
       slots(slot_counts(options, summary_slot_bytes)) {}
 
@@ -166,7 +165,7 @@ int64_t Config::scored_layers(bool forward_is_dense) const {
 void Config::summarize_page(const std::byte* chunk, int64_t page, std::byte* summary) const {
   const int layer = static_cast<int>(page / layout.kv_heads);
   const int head = static_cast<int>(page % layout.kv_heads);
-  scorer.summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),
+  bits2::summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),
                    summary + page * summary_page_bytes);
 }
 

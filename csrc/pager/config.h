@@ -20,8 +20,7 @@ struct Config {
   Config& operator=(const Config&) = delete;
 
   const PagerOptions options;
-  const Layout& layout;  // of the options
-  const Scorer& scorer;
+  const Layout& layout;              // of the options
   const int64_t summary_page_bytes;  // of one (chunk, layer, kv head)
   const int64_t summary_slot_bytes;  // of a chunk: all layers and kv heads
   const SlotCounts slots;

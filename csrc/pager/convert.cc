@@ -54,9 +54,9 @@ class ConvertedContent final : public SnapshotContent {
     require_same_shape(meta_.layout, layout);
     meta_.layout = layout;
     if (has_summaries()) {
-      meta_.summary_page_bytes = find_scorer(meta_.scorer).summary_bytes(layout.of_layer(0));
+      meta_.scorer = bits2::kName;
+      meta_.summary_page_bytes = bits2::summary_bytes(layout.of_layer(0));
     }
-    meta_.legacy_names = false;
     meta_.packs = {};
     meta_.unknown.clear();
     rename(names);
@@ -75,11 +75,10 @@ class ConvertedContent final : public SnapshotContent {
     const Layout& layout = meta_.layout;
     std::vector<std::byte> bytes(static_cast<size_t>(layout.chunk_bytes()));
     convert(chunk, bytes.data());
-    const Scorer& scorer = find_scorer(meta_.scorer);
     for (int layer = 0; layer < layout.layers; ++layer) {
       const Layout one = layout.of_layer(layer);
       for (int head = 0; head < layout.kv_heads; ++head, out += meta_.summary_page_bytes) {
-        scorer.summarize(one, bytes.data() + layout.page_offset(layer, head), out);
+        bits2::summarize(one, bytes.data() + layout.page_offset(layer, head), out);
       }
     }
   }

@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/scorer_params.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 
@@ -114,17 +113,11 @@ AttentionKind attention_of(const PagerOptions& options, DType q_dtype) {
 }
 
 DeviceBackend::DeviceBackend(const BackendParts& parts)
-    : config_(parts.config),
-      layout_(config_.layout),
-      ledger_(parts.ledger),
-      files_(parts.files),
-      threads_(parts.threads),
-      counters_(parts.counters),
+    : BackendParts(parts),
       shape_(shape_of(config_.options)),
       runs_(runs_of_layers(layout_, shape_)),
       device_(device::Device::open(config_.options.device)),
       api_(device_->api()),
-      scorer_(gpu::scorer_params(config_.scorer, config_.layout)),
       pool_(device_->allocate("resident pool", config_.slots.pool * layout_.chunk_bytes()),
             config_.slots.pool, layout_.chunk_bytes()),
       host_(device_->pin("host arena", config_.slots.host * layout_.chunk_bytes()),

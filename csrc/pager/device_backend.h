@@ -30,7 +30,7 @@
 
 namespace kvpager {
 
-class DeviceBackend final : public Backend {
+class DeviceBackend final : public Backend, BackendParts {
  public:
   explicit DeviceBackend(const BackendParts& parts);
 
@@ -207,18 +207,11 @@ class DeviceBackend final : public Backend {
   void set_tickets(Ticket done) noexcept;
   void take_results();
 
-  const Config& config_;
-  const Layout& layout_;
-  const Ledger& ledger_;
-  ChunkFiles& files_;
-  ThreadPool& threads_;
-  PagerStats& counters_;
   const gpu::Shape shape_;  // of layers that are no floats beside codes; but for q_dtype
   // Layers that are kept alike: the first, and the shape of so many.
   const std::vector<std::pair<int32_t, gpu::Shape>> runs_;
   std::shared_ptr<device::Device> device_;
   const device::Api& api_;
-  gpu::ScorerParams scorer_;
 
   Slots pool_;       // device
   Slots host_;       // pinned

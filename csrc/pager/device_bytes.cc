@@ -3,8 +3,8 @@
 #include <cstring>
 #include <exception>
 
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "pager/device_backend.h"
 #include "pager/scoped_timer.h"
 
@@ -196,7 +196,7 @@ void DeviceBackend::summarize(BlockId block, SlotId summary) {
   timeline_.before_read(from, Lane::kCompute);
   timeline_.before_write(to, Lane::kCompute);
   gpu::SummarizeParams params;
-  params.scorer = scorer_;
+  params.summary_page_bytes = config_.summary_page_bytes;
   params.count = 1;
   params.chunks[0] = pool_.at(block.value());
   params.summaries[0] = summaries_.at(summary.value());

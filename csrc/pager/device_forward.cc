@@ -160,7 +160,7 @@ void DeviceBackend::launch_select(int layer, const gpu::Tensor& q,
   params.shape = shape_at(layer, q.dtype);
   params.tables = tables;
   params.counts = counts(into_graph);
-  params.scorer = scorer_;
+  params.summary_page_bytes = config_.summary_page_bytes;
   params.layer = layer;
   params.q = q;
   params.scaling = attend_options.scaling;

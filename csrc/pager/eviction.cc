@@ -30,6 +30,11 @@ bool evictable_unread(const ChunkRecord& record) {
          record.has_lower_copy();
 }
 
+// An open chunk that can be paged out, now or once its sequence's forward has ended.
+bool tail_unread(const ChunkRecord& record) {
+  return record.state == ChunkState::kOpen && !record.paged_out && record.pins == 0;
+}
+
 }  // namespace
 
 bool evictable(const ChunkRecord& record) {
@@ -43,6 +48,7 @@ Eviction::Eviction(const Config& config, const Ledger& ledger, Backend& backend,
       backend_(backend),
       sheltered_now_(std::move(sheltered)),
       victims_(config.options.policy),
+      tails_(Policy::kLru),
       spills_(config.options.policy),
       host_copies_(Policy::kLru) {}
 
@@ -56,6 +62,7 @@ VictimFacts Eviction::use_alone(RecordId id) const { return {id, false, 0, ledge
 
 void Eviction::invalidate() {
   victims_.invalidate();
+  tails_.invalidate();
   spills_.invalidate();
   host_copies_.invalidate();
 }
@@ -63,6 +70,8 @@ void Eviction::invalidate() {
 void Eviction::note(RecordId id) {
   const ChunkRecord& record = ledger_[id];
   if (!victims_.stale() && evictable_unread(record)) victims_.add(facts(id));
+  if (!tails_.stale() && tail_unread(record)) tails_.add(use_alone(id));
+  if (!spills_.stale() && record.paged_out) spills_.add(facts(id));
   if (!host_copies_.stale() && record.host_copy()) host_copies_.add(use_alone(id));
 }
 
@@ -93,16 +102,47 @@ std::optional<VictimFacts> Eviction::next_victim() {
   return found ? found : soonest;
 }
 
-bool Eviction::can_evict(int64_t count) {
+template <class Judge>
+int64_t Eviction::count(EvictionOrder* order, int64_t most, const Judge& judge) {
+  int64_t found = 0;
+  order->first([&](const VictimFacts& note) {
+    const Verdict verdict = judge(note);
+    if (verdict != Verdict::kGoes) return verdict;
+    return ++found == most ? Verdict::kGoes : Verdict::kStays;
+  });
+  return found;
+}
+
+int64_t Eviction::victims(int64_t most) {
   refresh_victims();
-  return victims_
-      .first([&](const VictimFacts& note) {
-        const ChunkRecord& record = ledger_[note.record];
-        if (!evictable_unread(record) || !(facts(note.record) == note)) return Verdict::kOutdated;
-        if (record.readers > 0) return Verdict::kStays;
-        return --count == 0 ? Verdict::kGoes : Verdict::kStays;
-      })
-      .has_value();
+  return count(&victims_, most, [&](const VictimFacts& note) {
+    const ChunkRecord& record = ledger_[note.record];
+    if (!evictable_unread(record) || !(facts(note.record) == note)) return Verdict::kOutdated;
+    return record.readers > 0 ? Verdict::kStays : Verdict::kGoes;
+  });
+}
+
+void Eviction::refresh_tails() {
+  if (!tails_.stale()) return;
+  note_all(ledger_, &tails_, tail_unread, [&](RecordId id) { return use_alone(id); });
+  ++orders_made_;
+}
+
+Verdict Eviction::judge_tail(const VictimFacts& note) const {
+  const ChunkRecord& record = ledger_[note.record];
+  if (!tail_unread(record) || !(use_alone(note.record) == note)) return Verdict::kOutdated;
+  return record.readers > 0 ? Verdict::kStays : Verdict::kGoes;
+}
+
+std::optional<RecordId> Eviction::next_tail() {
+  refresh_tails();
+  const auto found = tails_.first([&](const VictimFacts& note) { return judge_tail(note); });
+  return found ? std::optional(found->record) : std::nullopt;
+}
+
+int64_t Eviction::tails(int64_t most) {
+  refresh_tails();
+  return count(&tails_, most, [&](const VictimFacts& note) { return judge_tail(note); });
 }
 
 std::optional<RecordId> Eviction::next_to_spill(HostReaders readers) {
@@ -169,6 +209,7 @@ void Eviction::check_invariants() const {
   }
   const auto all_facts = [&](RecordId id) { return facts(id); };
   check(victims_, evictable_unread, all_facts);
+  check(tails_, tail_unread, [&](RecordId id) { return use_alone(id); });
   check(spills_, [](const ChunkRecord& record) { return record.home_on_host(); }, all_facts);
   check(
       host_copies_, [](const ChunkRecord& record) { return record.host_copy(); },

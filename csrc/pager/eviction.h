@@ -1,4 +1,4 @@
-// Which chunk gives way next: from a block of the pool, from a home in the host arena (to disk), or a
+// Which chunk gives way next: from a block of the pool, sealed or open, from a home in the host arena (to disk), or a
 // mere copy in the host arena.
 //
 // The orders are kept as notes that go out of date (core/eviction_order.h): a question looks at what has
@@ -45,8 +45,12 @@ class Eviction {
   // The chunk that leaves the pool next. One whose home has not arrived yet would have to be waited for:
   // it leaves after all others, and among its like the one that arrives first.
   std::optional<VictimFacts> next_victim();
-  // Whether `count` chunks can leave the pool.
-  bool can_evict(int64_t count);
+  // How many chunks can leave the pool, counted up to `most`.
+  int64_t victims(int64_t most);
+  // The open chunk that was used longest ago and whose sequence is idle; none if there is none.
+  std::optional<RecordId> next_tail();
+  // How many of them there are, counted up to `most`.
+  int64_t tails(int64_t most);
   // The host chunk that goes to disk next; none if all are in use.
   std::optional<RecordId> next_to_spill(HostReaders readers);
   // The host copy that was used longest ago; none if all are in use.
@@ -65,6 +69,11 @@ class Eviction {
   VictimFacts facts(RecordId id) const;
   VictimFacts use_alone(RecordId id) const;  // what decides among copies
   void refresh_victims();
+  void refresh_tails();
+  Verdict judge_tail(const VictimFacts& note) const;
+  // How many notes `judge` lets go, up to `most`.
+  template <class Judge>
+  static int64_t count(EvictionOrder* order, int64_t most, const Judge& judge);
 
   const Config& config_;
   const Ledger& ledger_;
@@ -72,6 +81,7 @@ class Eviction {
   const Sheltered sheltered_now_;
 
   EvictionOrder victims_;
+  EvictionOrder tails_;
   EvictionOrder spills_;
   EvictionOrder host_copies_;
   int64_t orders_made_ = 0;

@@ -106,13 +106,7 @@ class FrozenSequence final : public SnapshotContent {
 }  // namespace
 
 Snapshots::Snapshots(const PagerParts& parts, Residency& residency, Sequences& sequences)
-    : parts_(parts),
-      config_(parts.config),
-      options_(config_.options),
-      layout_(config_.layout),
-      ledger_(parts.ledger),
-      residency_(residency),
-      sequences_(sequences) {}
+    : PagerParts(parts), residency_(residency), sequences_(sequences) {}
 
 int64_t Snapshots::freezable_length(const Sequence& source, int64_t upto) const {
   if (source.length == 0) {
@@ -139,16 +133,16 @@ SnapshotChunk Snapshots::copy_tail(const Sequence& source, int64_t chunk, int32_
   const ChunkRecord& record = ledger_[source.use(chunk).record];
   const bool open = record.state == ChunkState::kOpen;
   tail->resize(static_cast<size_t>(layout_.chunk_bytes()));
-  if (const std::byte* bytes = parts_.backend.view(record, 0, layout_.chunk_bytes())) {
+  if (const std::byte* bytes = backend_.view(record, 0, layout_.chunk_bytes())) {
     std::memcpy(tail->data(), bytes, tail->size());
   } else {
-    parts_.files.read_chunk(record, tail->data());
+    files_.read_chunk(record, tail->data());
   }
   zero_rows_after(layout_, tail->data(), valid);
   return {valid,
           open ? source.provenance : record.provenance,
           {},
-          slice_checksums(layout_, tail->data(), parts_.threads),
+          slice_checksums(layout_, tail->data(), threads_),
           0};
 }
 
@@ -158,7 +152,7 @@ void Snapshots::describe(const Sequence& source, const SharedArray<TokenId>& tok
   const int64_t sealed = length / layout_.chunk_tokens;
   const auto valid = static_cast<int32_t>(length % layout_.chunk_tokens);
   meta->layout = layout_;
-  meta->scorer = options_.scorer;
+  meta->scorer = bits2::kName;
   meta->summary_page_bytes = config_.summary_page_bytes;
   const auto released = static_cast<size_t>(source.released * layout_.chunk_tokens);
   meta->tokens = tokens.part(released, static_cast<size_t>(length) - released);

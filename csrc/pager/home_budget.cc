@@ -24,7 +24,7 @@ int64_t total_of(int64_t a, int64_t b) { return a > kMost - b ? kMost : a + b; }
 
 void HomeBudget::require(int64_t more, const char* action) const {
   const int64_t chunk = config.layout.chunk_bytes();
-  const int64_t committed = referenced + reserved;
+  const int64_t committed = referenced + reserved + paged_out;
   const int64_t all = total_of(committed, more);
   if (all > config.home_capacity()) {
     const std::string bytes = bytes_of(all, chunk);
@@ -36,7 +36,7 @@ void HomeBudget::require(int64_t more, const char* action) const {
             config.blocks_are_homes() ? "Give a host_bytes" : "Raise host_bytes", " to at least ",
             bytes, ", or configure disk_path and disk_bytes, or close sessions."));
   }
-  const int64_t summaries = total_of(committed + restored, more);
+  const int64_t summaries = total_of(referenced + reserved + restored, more);
   if (summaries > config.slots.summaries) {
     throw CapacityError(str(action, ": summaries of ", summaries, " chunks need ",
                             bytes_of(summaries, config.summary_slot_bytes),
@@ -46,8 +46,11 @@ void HomeBudget::require(int64_t more, const char* action) const {
 }
 
 int64_t HomeBudget::left() const {
-  const int64_t taken = referenced + reserved;
-  return std::min(config.home_capacity() - taken, config.slots.summaries - taken - restored);
+  return std::min(homes_left(), config.slots.summaries - referenced - reserved - restored);
+}
+
+int64_t HomeBudget::homes_left() const {
+  return config.home_capacity() - referenced - reserved - paged_out;
 }
 
 }  // namespace kvpager

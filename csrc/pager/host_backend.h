@@ -25,7 +25,7 @@ struct Shares {
   std::vector<float> of_chunk;
 };
 
-class HostBackend final : public Backend {
+class HostBackend final : public Backend, BackendParts {
  public:
   explicit HostBackend(const BackendParts& parts);
 
@@ -59,6 +59,7 @@ class HostBackend final : public Backend {
              void* stream) override;
   bool select(int layer, const TensorView& q, const AttendOptions& attend_options) override;
   const std::vector<uint8_t>& reads(size_t part) const override { return parts_[part].needed; }
+  const std::vector<std::vector<int32_t>>& chosen() const override { return chosen_; }
   void attend(int layer, const TensorView& q, const TensorView& out,
               const AttendOptions& attend_options) override;
   uint64_t generation() const override { return 0; }
@@ -96,12 +97,6 @@ class HostBackend final : public Backend {
   void stream_attention(int layer, AttendParams& params);
   void stream_parts(int layer, size_t first_part, size_t last_part, AttendParams& params);
 
-  const Config& config_;
-  const Layout& layout_;
-  const Ledger& ledger_;
-  ChunkFiles& files_;
-  ThreadPool& threads_;
-  PagerStats& counters_;
   Slab pool_;
   Slab host_;
   Slab summaries_;

@@ -1,21 +1,16 @@
 // Chunks, seals and summaries in ordinary memory.
 #include <cstring>
 
-#include "kvpager/capacity.h"
+#include "base/capacity.h"
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/require.h"
 #include "pager/host_backend.h"
 
 namespace kvpager {
 
 HostBackend::HostBackend(const BackendParts& parts)
-    : config_(parts.config),
-      layout_(config_.layout),
-      ledger_(parts.ledger),
-      files_(parts.files),
-      threads_(parts.threads),
-      counters_(parts.counters),
+    : BackendParts(parts),
       pool_("resident pool", config_.slots.pool, layout_.chunk_bytes()),
       host_("host arena", config_.slots.host, layout_.chunk_bytes()),
       summaries_("summaries", config_.slots.summaries, config_.summary_slot_bytes),

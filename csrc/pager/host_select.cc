@@ -63,7 +63,7 @@ void HostBackend::select_rows(int layer, const TensorView& q, const AttendOption
   for (std::vector<int32_t>& chunks : chosen_) chunks.clear();
   for (size_t p = 0; p < parts_.size(); ++p) find_summaries(p);
   std::vector<Shares> shares(parts_.size() * static_cast<size_t>(heads));
-  const ScanLayout where{&config_.scorer, &layout_, config_.summary_page_bytes};
+  const ScanLayout where{&layout_, config_.summary_page_bytes};
   for (int64_t next = 0; next < rows;) {
     scan_rows_.clear();
     int64_t scores = 0;
@@ -115,8 +115,7 @@ void HostBackend::score_for_ledger(size_t p, int layer, const TensorView& q,
   if (last <= range.begin) return;
   find_summaries(p);
   scan_rows_.assign(1, {part.score_row, &parts_[p].summaries, range});
-  scan_.run({&config_.scorer, &layout_, config_.summary_page_bytes}, layer, q, scan_rows_,
-            threads_);
+  scan_.run({&layout_, config_.summary_page_bytes}, layer, q, scan_rows_, threads_);
   for (int h = 0; h < layout_.kv_heads; ++h) {
     add_mass(&part,
              shares_of(scan_.scores(0, h), range, scan_.scale(0, h) * attend_options.scaling));

@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "core/ledger.h"
-#include "kvpager/mutex.h"
 #include "kvpager/pager.h"
 #include "kvpager/process.h"
 #include "kvpager/thread_pool.h"
@@ -61,7 +61,9 @@ struct Pager::Impl {
   Snapshots snapshots KVPAGER_GUARDED_BY(mutex);
 
  private:
-  PagerParts parts() { return {config, ledger, *backend, files, threads, counters}; }
+  PagerParts parts() {
+    return {config, config.options, config.layout, ledger, *backend, files, threads, counters};
+  }
 };
 
 }  // namespace kvpager

@@ -135,8 +135,7 @@ std::vector<std::vector<int32_t>> Pager::Impl::select(SequenceId id, int layer, 
       candidate_range(config.options.selection, layout.chunk_tokens, position, sequence.released);
   std::vector<std::vector<int32_t>> result(static_cast<size_t>(layout.kv_heads));
   Scan scan;
-  scan.run({&config.scorer, &layout, config.summary_page_bytes}, layer, q, {{0, &bases, range}},
-           threads);
+  scan.run({&layout, config.summary_page_bytes}, layer, q, {{0, &bases, range}}, threads);
   for (int h = 0; h < layout.kv_heads; ++h) {
     select_chunks(config.options.selection, layout.chunk_tokens, position, window,
                   scan.scores(0, h), &result[static_cast<size_t>(h)], sequence.released);

@@ -80,6 +80,7 @@ void LoadLease::load(Reading reading) {
       record.host = slots_.release();
     } else {
       record.block = blocks_->release();
+      if (record.paged_out) to.paged_in(arrival.record);
       ++record.recalled;
       ++to.counters_.chunks_recalled;
       to.counters_.bytes_paged_in += to.layout_.chunk_bytes();

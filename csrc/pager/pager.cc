@@ -1,11 +1,25 @@
-// Construction, and the facade: take the lock, do the step, restate the invariants in checking
-// builds.
+// The pager: construction, and the facade. Each public function takes the lock, does one step by one of the
+// classes in impl.h, and restates the invariants in checking builds (locked.h).
+//
+// What every step keeps (numbers are those of DESIGN.md, restated by check.cc):
+//   1, 2   A block or slot has one owner, and budgets were mapped up front: nothing here allocates chunks.
+//   3      A pinned chunk is resident.
+//   4, 5   Sealed bytes never change; what is read or lent keeps its place until its reader is done.
+//   6, 14  A step that throws has changed nothing, and an error within a forward aborts it.
+//   7, 8   What a row attends to and computes does not depend on where bytes are.
+//
+// A forward is running from begin() to commit(), abort() or an error; `running` has its number, so that a
+// handle of another one is refused. A chunk is open while rows may still be written to it, and sealed after
+// the commit of its last row:
+//
+//   (none) --begin, fork, trim--> open --commit--> sealed, referenced <--adopt, restore--> sealed, cached
+//
+// A forked child has the memory, but not the threads: every function refuses there.
 #include "kvpager/pager.h"
 
 #include <utility>
 
 #include "core/chunk_namer.h"
-#include "core/legacy_chain.h"
 #include "kvpager/error.h"
 #include "pager/impl.h"
 #include "pager/locked.h"
@@ -29,7 +43,7 @@ Pager::Impl::Impl(const PagerOptions& options)
                                          : std::make_shared<ThreadPool>(options.threads)),
       threads(*workers),
       files(config),
-      backend(make_backend({config, ledger, files, threads, counters})),
+      backend(make_backend({config, config.layout, ledger, files, threads, counters})),
       residency(parts(),
                 [this] {
                   mutex.held();
@@ -145,6 +159,12 @@ void Pager::attend(int layer, const TensorView& q, const TensorView& k, const Te
     impl_->forward.attend(layer, q, k, v, out, attend_options);
   });
 }
+std::vector<std::vector<int32_t>> Pager::selected(uint64_t of) const {
+  return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
+    impl_->forward.require_running(of);
+    return impl_->forward.selected();
+  });
+}
 void Pager::write(int layer, const TensorView& k, const TensorView& v, void* stream, uint64_t of) {
   locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) {
     impl_->forward.require_running(of);
@@ -229,17 +249,6 @@ std::vector<ChunkName> Pager::chain_hashes(const std::vector<TokenId>& tokens,
     names.push_back(name);
   }
   return names;
-}
-std::vector<Hash128> Pager::legacy_chain_hashes(const std::vector<TokenId>& tokens,
-                                                const std::string& salt) const {
-  const int64_t c = impl_->config.layout.chunk_tokens;
-  std::vector<Hash128> hashes;
-  Hash128 hash = legacy_root(impl_->config.options.namespace_key, salt);
-  for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
-    hash = legacy_next(hash, tokens.data() + (end - c), c, Provenance::kExact);
-    hashes.push_back(hash);
-  }
-  return hashes;
 }
 std::vector<ChunkInfo> Pager::ledger(SequenceId sequence) const {
   return locked(*impl_, [&]() KVPAGER_HOLDS(impl_->mutex) { return impl_->inspect(sequence); });

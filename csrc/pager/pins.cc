@@ -9,7 +9,8 @@ namespace kvpager {
 
 // Invariant 3: beside the pinned chunks a forward still finds blocks for its frontier.
 void Sequences::require_unpinned(int64_t chunks, int64_t start, int64_t stop) const {
-  const int64_t free = options_.pool_blocks - ledger_.held() - config_.frontier_blocks();
+  int64_t free = options_.pool_blocks - ledger_.held() - config_.frontier_blocks();
+  if (chunks > free) free += residency_.idle_tails(chunks - free);
   if (chunks <= free) return;
   int64_t pinned = 0;
   ledger_.each([&](RecordId, const ChunkRecord& record) { pinned += record.pins > 0 ? 1 : 0; });

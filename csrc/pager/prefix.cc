@@ -2,7 +2,6 @@
 #include <utility>
 
 #include "kvpager/error.h"
-#include "pager/identity.h"
 #include "pager/sequences.h"
 
 namespace kvpager {
@@ -14,15 +13,12 @@ std::vector<Sequences::Link> Sequences::find_chain(const Sequence& sequence,
   std::vector<Link> chain;
   chain.reserve(tokens.size() / static_cast<size_t>(c));
   ChunkName name;
-  RecordId previous;
   int64_t run = 0;
   int64_t homes = 0;
   for (int64_t end = c; end <= static_cast<int64_t>(tokens.size()); end += c) {
     const TokenId* ids = tokens.data() + (end - c);
     name = sequence.namer.next(name, ids, c, Provenance::kExact);
     auto found = ledger_.find(name, ids, c);
-    if (found && !can_follow(ledger_, options_, *found, end / c - 1, previous)) found.reset();
-    previous = found.value_or(RecordId());
     if (found && ledger_[*found].damaged) found.reset();
     if (!found && options_.window == 0) break;
     if (!found) {
@@ -75,7 +71,6 @@ int64_t Sequences::adopt_prefix(SequenceId id, const std::vector<TokenId>& token
   for (size_t i = 0; i < sequence.sealed.size(); ++i) {
     const RecordId record = sequence.sealed[i].record;
     residency_.add_reference(record);
-    if (i > 0) ledger_.adopt_orphan(record, sequence.sealed[i - 1].record);
     if (ledger_[record].summary_pending) sequence.summaries_loaded = false;
   }
   sequence.released = first;

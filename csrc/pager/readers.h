@@ -20,6 +20,8 @@ class Readers {
     records_.push_back(id);
     return (*ledger_)[id].readers++ == 0;
   }
+  // Room for `more`, so that adding them allocates nothing.
+  void expect(int64_t more) { records_.reserve(records_.size() + static_cast<size_t>(more)); }
   void release() noexcept {
     for (const RecordId id : records_) --(*ledger_)[id].readers;
     records_.clear();

@@ -11,13 +11,7 @@
 namespace kvpager {
 
 Residency::Residency(const PagerParts& parts, Eviction::Sheltered sheltered)
-    : config_(parts.config),
-      layout_(config_.layout),
-      ledger_(parts.ledger),
-      backend_(parts.backend),
-      files_(parts.files),
-      threads_(parts.threads),
-      counters_(parts.counters),
+    : PagerParts(parts),
       budget_(config_),
       blocks_(config_.slots.pool, config_.options.shuffle_seed),
       host_slots_(config_.slots.host, config_.options.shuffle_seed),
@@ -102,6 +96,7 @@ void Residency::drop(RecordId id) {
   if (record.on_disk()) disk_slots_.give_back(std::exchange(record.disk, SlotId()));
   if (record.summary.value() >= 0) free_summary(std::exchange(record.summary, SlotId()));
   if (record.source != nullptr) --budget_.restored;
+  if (record.paged_out) --budget_.paged_out;
   ledger_.drop(id);
 }
 
@@ -224,9 +219,10 @@ void Residency::add_to(PagerStats* stats) const {
   stats->reserved_chunks = budget_.reserved;
   stats->eviction_orders_made = eviction_.orders_made();
   stats->home_chunks = config_.home_capacity();
+  stats->home_chunks_used = budget_.referenced + budget_.paged_out;
   std::set<SnapshotReader*> readers;
   ledger_.each([&](RecordId, const ChunkRecord& record) {
-    stats->open_blocks += record.state == ChunkState::kOpen ? 1 : 0;
+    stats->open_blocks += record.state == ChunkState::kOpen && record.resident() ? 1 : 0;
     stats->pinned_blocks += record.pins > 0 && record.resident() ? 1 : 0;
     if (record.source != nullptr) readers.insert(record.source.get());
   });

@@ -6,6 +6,19 @@
 //   load.cc       from files and the host arena into memory, all chunks or none
 //   summaries.cc  summaries that a restore left in their snapshot
 //
+// A sealed record's bytes, and what moves them:
+//
+//   resident + home     --evict, 0 bytes-->               home
+//   home or snapshot    --promote, recall, pin-->         resident + it
+//   snapshot            --first read, a slot is free-->   snapshot + host copy
+//   snapshot + copy     --a home needs the slot-->        snapshot
+//   host                --spill, the arena is full-->     disk
+//
+// An open record's, whose sequence is idle: block --page out--> home --page in--> block, one copy at a time.
+//
+// Invariants 1 to 4: a block or slot is free or has one owner; every use is within its budget and a sum over
+// records; what is pinned stays; nothing leaves the pool without a copy below it.
+//
 // Used under the pager's lock.
 #pragma once
 
@@ -28,17 +41,19 @@
 
 namespace kvpager {
 
-// What the classes of a pager share.
+// What the classes of a pager share, which derive from it.
 struct PagerParts {
-  const Config& config;
-  Ledger& ledger;
-  Backend& backend;
-  ChunkFiles& files;
-  ThreadPool& threads;
-  PagerStats& counters;
+  const Config& config_;
+  const PagerOptions& options_;
+  const Layout& layout_;
+  Ledger& ledger_;
+  Backend& backend_;
+  ChunkFiles& files_;
+  ThreadPool& threads_;
+  PagerStats& counters_;
 };
 
-class Residency {
+class Residency : PagerParts {
  public:
   Residency(const PagerParts& parts, Eviction::Sheltered sheltered);
 
@@ -82,14 +97,17 @@ class Residency {
   void heal_by_source(RecordId id, const std::shared_ptr<SnapshotReader>& reader, int64_t in_file);
 
   // --- Blocks.
-  // Whether allocate_block() succeeds `count` times: free ones, those of evictable chunks, and where
-  // blocks are homes those of cached chunks.
+  // Whether allocate_block() succeeds `count` times: free ones, those of evictable chunks, those of idle
+  // sequences' open chunks as far as there are homes, and where blocks are homes those of cached chunks.
   bool can_allocate_blocks(int64_t count);
+  // How many open chunks can be paged out, counted up to `most`.
+  int64_t idle_tails(int64_t most);
   // CapacityError naming `action` unless it does.
   void require_blocks(int64_t count, const char* action);
   std::optional<BlockId> allocate_block();
   void free_block(BlockId block);
-  // Evicts every chunk that can be evicted; returns how many.
+  // Evicts every chunk that can be evicted, and but for a device pages out the open ones that can be; returns
+  // how many.
   int64_t evict_all();
 
   // --- Slots of the host arena, for copies of what is below.
@@ -127,6 +145,8 @@ class Residency {
   void check_record(RecordId id, const ChunkRecord& record) const;
   bool lower_copies() const;
   void evict(RecordId id);
+  void page_out(RecordId id);
+  void paged_in(RecordId id);
   bool reclaim_cached();
   bool spill_one(HostReaders readers);
   bool drop_host_copy(HostReaders readers);
@@ -134,14 +154,6 @@ class Residency {
                   int64_t in_file);
   int64_t read_or_rebuild(SnapshotReader* reader, int64_t first,
                           const std::vector<ChunkRecord*>& records, std::byte* out) const;
-
-  const Config& config_;
-  const Layout& layout_;
-  Ledger& ledger_;
-  Backend& backend_;
-  ChunkFiles& files_;
-  ThreadPool& threads_;
-  PagerStats& counters_;
 
   HomeBudget budget_;
   SlotPool<BlockId> blocks_;

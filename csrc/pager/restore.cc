@@ -6,7 +6,6 @@
 
 #include "core/chunk_namer.h"
 #include "kvpager/error.h"
-#include "pager/identity.h"
 #include "pager/lease.h"
 #include "pager/restore_checks.h"
 #include "pager/snapshots.h"
@@ -53,20 +52,18 @@ class References {
 
 // One restore. plan() decides what becomes of each sealed chunk, require_room() whether it fits, and
 // make() does it. Chunks and positions are the file's own unless they say otherwise.
-class Restore {
+class Restore : PagerParts {
  public:
   Restore(const PagerParts& parts, Residency& residency, Sequences& sequences,
           const std::shared_ptr<SnapshotReader>& reader, const std::string& salt,
           const ReleasedText& before, int64_t length, Provenance provenance)
-      : options_(parts.config.options),
-        ledger_(parts.ledger),
-        backend_(parts.backend),
+      : PagerParts(parts),
         residency_(residency),
         sequences_(sequences),
         reader_(reader),
         meta_(reader->meta()),
         before_(before),
-        c_(parts.config.layout.chunk_tokens),
+        c_(layout_.chunk_tokens),
         length_(length),
         sealed_(length / c_),
         partial_(length % c_ != 0),
@@ -90,7 +87,7 @@ class Restore {
 
   const SnapshotChunk& chunk(int64_t i) const { return meta_.chunks[static_cast<size_t>(i)]; }
   // Under the file's own namespace and worth a name is the one that verify_chain() has proved; from chunk
-  // own_ on names are others, as are all of a file of an earlier version.
+  // own_ on names are others.
   const ChunkName& name_of(int64_t i) const {
     if (i < 0) return base_;
     return i < own_ ? chunk(i).chain_hash : others_[static_cast<size_t>(i - own_)];
@@ -98,12 +95,9 @@ class Restore {
   bool can_share(RecordId found, int64_t i) const;
   SharedArray<TokenId> all_tokens() const;
   void load_tail(BlockId block);
-  RecordId share(const Planned& planned, int64_t i, RecordId previous);
-  RecordId create(const Planned& planned, int64_t i, RecordId previous, SlotId summary);
+  RecordId share(const Planned& planned, int64_t i);
+  RecordId create(const Planned& planned, int64_t i, SlotId summary);
 
-  const PagerOptions& options_;
-  Ledger& ledger_;
-  Backend& backend_;
   Residency& residency_;
   Sequences& sequences_;
   const std::shared_ptr<SnapshotReader>& reader_;
@@ -127,15 +121,9 @@ class Restore {
   int64_t new_homes_ = 0;
 };
 
-// What follows a chunk that is new here is of another text, unless the record before it is gone and the
-// bytes are the file's. One name, other bytes: only its own bytes heal a damaged chunk.
+// One name, other bytes: only its own bytes heal a damaged chunk.
 bool Restore::can_share(RecordId found, int64_t i) const {
-  const RecordId previous = i > 0 ? plan_.back().existing : RecordId();
-  const bool known = i == 0 || previous.value() >= 0;
-  const bool follows = known && can_follow(ledger_, options_, found, released_ + i, previous);
-  if (!follows && !(i > 0 && ledger_.orphaned(found))) return false;
-  if (follows && !ledger_[found].damaged) return true;
-  return residency_.checksums(found) == chunk(i).slice_checksum;
+  return !ledger_[found].damaged || residency_.checksums(found) == chunk(i).slice_checksum;
 }
 
 void Restore::plan(bool names_are_ours) {
@@ -193,22 +181,21 @@ void Restore::load_tail(BlockId block) {
   backend_.load(read, block);
 }
 
-RecordId Restore::share(const Planned& planned, int64_t i, RecordId previous) {
+RecordId Restore::share(const Planned& planned, int64_t i) {
   // The same bytes, sound for all we know.
   if (ledger_[planned.existing].damaged) residency_.heal_by_source(planned.existing, reader_, i);
-  if (i > 0) ledger_.adopt_orphan(planned.existing, previous);
   return planned.existing;
 }
 
-RecordId Restore::create(const Planned& planned, int64_t i, RecordId previous, SlotId summary) {
+RecordId Restore::create(const Planned& planned, int64_t i, SlotId summary) {
   const RecordId id = residency_.create_restored(reader_, i, summary);
   ChunkRecord& record = ledger_[id];
   record.provenance = planned.provenance;
   record.index = released_ + i;
   record.name = name_of(i);
-  if (i > 0) record.previous = ledger_.ref(previous);
+  record.previous = name_of(i - 1);
   record.score = meta_.hints.qk_score.empty() ? 0 : meta_.hints.qk_score[static_cast<size_t>(i)];
-  if (planned.provenance == Provenance::kExact) publish(&ledger_, options_, id, previous);
+  if (planned.provenance == Provenance::kExact) ledger_.publish(id);
   return id;
 }
 
@@ -237,10 +224,8 @@ SequenceId Restore::make() {
   // Nothing below fails.
   for (int64_t i = 0; i < sealed_; ++i) {
     const Planned& planned = plan_[static_cast<size_t>(i)];
-    const RecordId previous = sequence.last_sealed();
-    const RecordId id = planned.existing.value() >= 0
-                            ? share(planned, i, previous)
-                            : create(planned, i, previous, summaries.release());
+    const RecordId id =
+        planned.existing.value() >= 0 ? share(planned, i) : create(planned, i, summaries.release());
     if (ledger_[id].summary_pending) sequence.summaries_loaded = false;
     const double score =
         meta_.hints.qk_score.empty() ? 0 : meta_.hints.qk_score[static_cast<size_t>(i)];
@@ -283,8 +268,8 @@ SequenceId Snapshots::restore(const std::shared_ptr<SnapshotReader>& reader,
   const ReleasedText& before = upto == 0 ? nothing : released_text;
   const int64_t length = length_to_restore(*reader, options_, before, upto);
   verify_chain(*reader, length / layout_.chunk_tokens, before, file_namespace, salt);
-  Restore restore(parts_, residency_, sequences_, reader, salt, before, length, provenance);
-  restore.plan(file_namespace == options_.namespace_key && !meta.legacy_names);
+  Restore restore(*this, residency_, sequences_, reader, salt, before, length, provenance);
+  restore.plan(file_namespace == options_.namespace_key);
   restore.require_room();
   return restore.make();
 }

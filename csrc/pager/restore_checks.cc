@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/legacy_chain.h"
 #include "kvpager/error.h"
 
 namespace kvpager {
@@ -14,20 +13,11 @@ void require_readable(const SnapshotReader& reader, const Config& config) {
     throw FingerprintMismatchError(
         str("layout: ", reader.path(), " holds chunks of another shape or dtype"));
   }
-  const std::vector<std::string> known = scorer_names();
-  if (std::find(known.begin(), known.end(), meta.scorer) == known.end()) {
-    std::string names;
-    for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
-    throw FingerprintMismatchError(str("scorer: ", reader.path(), " has summaries of '",
-                                       meta.scorer, "', which this version has not (it has ", names,
-                                       "); prefill the text again"));
-  }
-  if (meta.scorer != config.options.scorer ||
-      meta.summary_page_bytes != config.summary_page_bytes) {
-    throw FingerprintMismatchError(str("scorer: ", reader.path(), " has summaries of '",
-                                       meta.scorer, "' (", meta.summary_page_bytes,
-                                       " bytes), this pager uses '", config.options.scorer, "' (",
-                                       config.summary_page_bytes, " bytes)"));
+  if (meta.scorer != bits2::kName || meta.summary_page_bytes != config.summary_page_bytes) {
+    throw FingerprintMismatchError(
+        str("scorer: ", reader.path(), " has summaries of '", meta.scorer, "' (",
+            meta.summary_page_bytes, " bytes), this version has '", bits2::kName, "' (",
+            config.summary_page_bytes, " bytes); prefill the text again"));
   }
 }
 
@@ -65,25 +55,6 @@ void require_released(const ReleasedText& before, const PagerOptions& options, i
 
 namespace {
 
-// The name or hash of the last chunk. next(before, ids, provenance) makes each from the one before.
-template <class Name, class Next>
-Name chain_over(Name name, const std::vector<TokenId>& tokens, const ProvenanceCounts& counts,
-                int64_t c, const Next& next) {
-  const TokenId* ids = tokens.data();
-  for (size_t i = 0; i < counts.size(); ++i) {
-    for (int64_t n = counts[i]; n-- > 0; ids += c) {
-      name = next(name, ids, static_cast<Provenance>(i));
-    }
-  }
-  return name;
-}
-
-[[noreturn]] void refuse_link(const SnapshotReader& reader, int64_t chunk) {
-  throw FingerprintMismatchError(
-      str("salt: chunk ", chunk, " of ", reader.path(),
-          " has a chain hash that this fingerprint, salt and its token ids do not give"));
-}
-
 // The chain proves that tokens, order, fingerprint and salt are those the first `sealed` chunks were
 // computed under. Each link is taken from the name before it as the file has it, which the link before
 // has proved, so that none waits for another.
@@ -106,19 +77,11 @@ void verify_names(const SnapshotReader& reader, int64_t sealed, const ChunkName&
     }
     namer.next_of_each(links, static_cast<size_t>(count), c, names);
     for (int64_t i = 0; i < count; ++i) {
-      if (names[i] != name(first + i)) refuse_link(reader, first + i);
+      if (names[i] == name(first + i)) continue;
+      throw FingerprintMismatchError(
+          str("salt: chunk ", first + i, " of ", reader.path(),
+              " has a chain hash that this fingerprint, salt and its token ids do not give"));
     }
-  }
-}
-
-// The same of a file of before version 1.2.
-void verify_hashes(const SnapshotReader& reader, int64_t sealed, Hash128 hash) {
-  const SnapshotMeta& meta = reader.meta();
-  const int64_t c = meta.layout.chunk_tokens;
-  for (int64_t i = 0; i < sealed; ++i) {
-    const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(i)];
-    hash = legacy_next(hash, meta.tokens.data() + i * c, c, chunk.provenance);
-    if (!(hash == legacy_hash(chunk.chain_hash))) refuse_link(reader, i);
   }
 }
 
@@ -126,25 +89,21 @@ void verify_hashes(const SnapshotReader& reader, int64_t sealed, Hash128 hash) {
 
 ChunkName last_name(const ChunkNamer& namer, const std::vector<TokenId>& tokens,
                     const ProvenanceCounts& counts, int64_t chunk_tokens) {
-  return chain_over(ChunkName(), tokens, counts, chunk_tokens,
-                    [&](const ChunkName& name, const TokenId* ids, Provenance worth) {
-                      return namer.next(name, ids, chunk_tokens, worth);
-                    });
+  ChunkName name;
+  const TokenId* ids = tokens.data();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    for (int64_t n = counts[i]; n-- > 0; ids += chunk_tokens) {
+      name = namer.next(name, ids, chunk_tokens, static_cast<Provenance>(i));
+    }
+  }
+  return name;
 }
 
 void verify_chain(const SnapshotReader& reader, int64_t sealed, const ReleasedText& before,
                   const std::string& name_space, const std::string& salt) {
   const int64_t c = reader.meta().layout.chunk_tokens;
-  if (reader.meta().legacy_names) {
-    const auto next = [c](const Hash128& hash, const TokenId* ids, Provenance worth) {
-      return legacy_next(hash, ids, c, worth);
-    };
-    const Hash128 root = legacy_root(name_space, salt);
-    verify_hashes(reader, sealed, chain_over(root, before.tokens, before.provenance, c, next));
-  } else {
-    const ChunkNamer namer(name_space, salt);
-    verify_names(reader, sealed, last_name(namer, before.tokens, before.provenance, c), namer);
-  }
+  const ChunkNamer namer(name_space, salt);
+  verify_names(reader, sealed, last_name(namer, before.tokens, before.provenance, c), namer);
 }
 
 }  // namespace kvpager

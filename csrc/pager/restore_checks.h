@@ -12,7 +12,7 @@
 
 namespace kvpager {
 
-// FingerprintMismatchError unless its chunks have this shape and its summaries are this scorer's.
+// FingerprintMismatchError unless its chunks have this shape and its summaries are bits2's.
 void require_readable(const SnapshotReader& reader, const Config& config);
 
 // Throws unless `before` is the beginning of a text of which a pager with these options can do without

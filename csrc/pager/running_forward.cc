@@ -48,16 +48,11 @@ void require_no_overlap(const char* name, const TensorView& tensor) {
 
 RunningForward::RunningForward(const PagerParts& parts, Residency& residency, Sequences& sequences,
                                std::atomic<uint64_t>& number)
-    : parts_(parts),
-      options_(parts.config.options),
-      layout_(parts.config.layout),
-      ledger_(parts.ledger),
-      backend_(parts.backend),
-      counters_(parts.counters),
+    : PagerParts(parts),
       residency_(residency),
       sequences_(sequences),
       number_(number),
-      held_(parts.ledger) {}
+      held_(ledger_) {}
 
 void RunningForward::require_running(uint64_t number) const {
   if (number == 0 || (forward_ && forward_->number == number)) return;
@@ -97,9 +92,7 @@ void RunningForward::give(const std::vector<TensorView>& k, const std::vector<Te
 }
 
 // Whether rows of the running forward attend to more than the configured selection.
-bool RunningForward::denser_than_selection() const {
-  return forward_->dense && !parts_.config.dense();
-}
+bool RunningForward::denser_than_selection() const { return forward_->dense && !config_.dense(); }
 
 void RunningForward::require_rows() const {
   if (!forward_) throw InvalidArgumentError("attend: no forward is running; call begin first");
@@ -199,6 +192,12 @@ void RunningForward::attend(int layer, const TensorView& q, const TensorView& k,
     abort();
     throw;
   }
+}
+
+std::vector<std::vector<int32_t>> RunningForward::selected() const {
+  require_rows();
+  if (forward_->dense) return {};
+  return backend_.chosen();
 }
 
 // Loads what the layer reads and is not in memory: chunks of snapshots into free host slots; else, if the

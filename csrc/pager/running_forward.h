@@ -23,7 +23,7 @@
 
 namespace kvpager {
 
-class RunningForward {
+class RunningForward : PagerParts {
  public:
   // `number`: of the running forward, for threads that do not hold the lock; 0: none.
   RunningForward(const PagerParts& parts, Residency& residency, Sequences& sequences,
@@ -41,6 +41,7 @@ class RunningForward {
   void write(int layer, const TensorView& k, const TensorView& v, void* stream);
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options);
+  std::vector<std::vector<int32_t>> selected() const;
   void mark_replayed(uint64_t generation, void* stream);
   void commit(const std::vector<SequenceId>& ids, const std::vector<int64_t>& accepted,
               Provenance provenance);
@@ -84,18 +85,14 @@ class RunningForward {
   void note_use(const ForwardPart& part);
   void recall_ahead();
 
-  const PagerParts parts_;
-  const PagerOptions& options_;
-  const Layout& layout_;
-  Ledger& ledger_;
-  Backend& backend_;
-  PagerStats& counters_;
   Residency& residency_;
   Sequences& sequences_;
 
   std::unique_ptr<Forward> forward_;
   std::atomic<uint64_t>& number_;
-  Readers held_;  // what it may read, where a backend wants all of it in memory
+  // Its parts' open chunks, until it commits, and what it may read, where a backend wants all of that in
+  // memory.
+  Readers held_;
 };
 
 }  // namespace kvpager

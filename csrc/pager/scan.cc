@@ -4,10 +4,10 @@
 #include <functional>
 #include <numeric>
 
-#include "kernels/float_environment.h"
-#include "kernels/half.h"
+#include "base/capacity.h"
+#include "base/float_environment.h"
+#include "base/half.h"
 #include "kernels/kernel_table.h"
-#include "kvpager/capacity.h"
 #include "kvpager/require.h"
 
 namespace kvpager {
@@ -48,31 +48,36 @@ void Scan::prepare(const ScanLayout& where, int layer, const TensorView& q,
                    const std::vector<ScanRow>& rows, ThreadPool& threads) {
   const Layout layout = where.layout->of_layer(layer);
   const int group = group_;
-  query_bytes_ = where.scorer->query_bytes(layout, group);
+  query_bytes_ = bits2::query_bytes(layout, group);
   const size_t count = rows.size() * heads_;
   queries_.resize(count * static_cast<size_t>(query_bytes_));
   scales_.assign(count, 0.0);
   const int64_t work = static_cast<int64_t>(count) * group * layout.k_dim * 2;  // 2 ns a number
   threads.run(
       static_cast<int64_t>(count),
-      [&](int64_t item, int) {
+      [&](int64_t item, int thread) {
         const size_t i = static_cast<size_t>(item);
         const ScanRow& row = rows[i / heads_];
         if (row.range.end <= row.range.begin) return;
-        thread_local std::vector<float> numbers;
-        numbers.resize(static_cast<size_t>(group * layout.k_dim));
+        float* const numbers = lanes_[static_cast<size_t>(thread)].query.data();
         std::byte* query = queries_.data() + item * query_bytes_;
-        read_query(q, row.row, static_cast<int64_t>(i % heads_) * group, group, numbers.data());
-        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers.data());
-        where.scorer->prepare(layout, group, numbers.data(), query);
-        scales_[i] = where.scorer->query_scale(query);
+        read_query(q, row.row, static_cast<int64_t>(i % heads_) * group, group, numbers);
+        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers);
+        bits2::prepare(layout, group, numbers, query);
+        scales_[i] = bits2::query_scale(query);
       },
       threads.worth_waking(work));
 }
 
 int64_t Scan::bytes() const {
-  return capacity_bytes(order_) + capacity_bytes(items_) + capacity_bytes(queries_) +
-         capacity_bytes(scales_) + capacity_bytes(scores_) + capacity_bytes(first_);
+  int64_t lanes = 0;
+  for (const Lane& lane : lanes_) {
+    lanes +=
+        capacity_bytes(lane.query) + capacity_bytes(lane.queries) + capacity_bytes(lane.scores);
+  }
+  return lanes + capacity_bytes(lanes_) + capacity_bytes(order_) + capacity_bytes(items_) +
+         capacity_bytes(queries_) + capacity_bytes(scales_) + capacity_bytes(scores_) +
+         capacity_bytes(first_);
 }
 
 void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
@@ -85,6 +90,12 @@ void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
     KVPAGER_REQUIRE(row.row >= 0 && row.row < q.rows && row.range.begin >= 0);
     KVPAGER_REQUIRE(row.range.end <= row.range.begin ||
                     row.range.end <= static_cast<int64_t>(row.summaries->size()));
+  }
+  lanes_.resize(static_cast<size_t>(threads.threads()));
+  for (Lane& lane : lanes_) {
+    lane.query.resize(static_cast<size_t>(group_ * q.dim));
+    lane.queries.reserve(rows.size());
+    lane.scores.reserve(rows.size());
   }
   prepare(where, layer, q, rows, threads);
   order_.resize(rows.size());
@@ -129,12 +140,15 @@ void Scan::run(const ScanLayout& where, int layer, const TensorView& q,
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(static_cast<size_t>(scores));
   threads.run(
       static_cast<int64_t>(items_.size()),
-      [&](int64_t item, int) { score(where, layer, rows, items_[static_cast<size_t>(item)]); },
+      [&](int64_t item, int thread) {
+        score(where, layer, rows, items_[static_cast<size_t>(item)],
+              &lanes_[static_cast<size_t>(thread)]);
+      },
       threads.worth_waking(work));
 }
 
 void Scan::score(const ScanLayout& where, int layer, const std::vector<ScanRow>& rows,
-                 const Item& item) {
+                 const Item& item, Lane* lane) {
   const Layout& layout = *where.layout;
   const int64_t offset = where.page_bytes * (int64_t{layer} * layout.kv_heads + item.head);
   const std::vector<const std::byte*>& bases = *rows[order_[item.first_row]].summaries;
@@ -142,21 +156,19 @@ void Scan::score(const ScanLayout& where, int layer, const std::vector<ScanRow>&
   for (int64_t i = item.begin; i < item.end; ++i) {
     pages[i - item.begin] = bases[static_cast<size_t>(i)] + offset;
   }
-  thread_local std::vector<const std::byte*> queries;
-  thread_local std::vector<double*> scores;
-  queries.clear();
-  scores.clear();
+  lane->queries.clear();
+  lane->scores.clear();
   // A row gets scores of the whole piece if it wants one of them; there is room for the others.
   for (size_t at = item.first_row; at < item.last_row; ++at) {
     const size_t i = order_[at];
     const CandidateRange range = rows[i].range;
     if (range.end <= item.begin || range.begin >= item.end) continue;
     const size_t slot = i * heads_ + static_cast<size_t>(item.head);
-    queries.push_back(queries_.data() + static_cast<int64_t>(slot) * query_bytes_);
-    scores.push_back(scores_.data() + first_[slot] + (item.begin - range.begin));
+    lane->queries.push_back(queries_.data() + static_cast<int64_t>(slot) * query_bytes_);
+    lane->scores.push_back(scores_.data() + first_[slot] + (item.begin - range.begin));
   }
-  where.scorer->score_rows(layout, group_, static_cast<int64_t>(queries.size()), queries.data(),
-                           pages, item.end - item.begin, scores.data());
+  bits2::score_rows(layout, group_, static_cast<int64_t>(lane->queries.size()),
+                    lane->queries.data(), pages, item.end - item.begin, lane->scores.data());
 }
 
 }  // namespace kvpager

@@ -19,9 +19,8 @@ struct ScanRow {
   CandidateRange range;
 };
 
-// Where summaries lie and how they are scored.
+// Where summaries lie.
 struct ScanLayout {
-  const Scorer* scorer = nullptr;
   const Layout* layout = nullptr;
   int64_t page_bytes = 0;  // of one (chunk, layer, kv head)
 };
@@ -52,11 +51,19 @@ class Scan {
     int64_t begin, end;  // chunks
   };
 
+  // What a thread needs beside the others.
+  struct Lane {
+    std::vector<float> query;  // [group][k_dim]
+    std::vector<const std::byte*> queries;
+    std::vector<double*> scores;
+  };
+
   void prepare(const ScanLayout& where, int layer, const TensorView& q,
                const std::vector<ScanRow>& rows, ThreadPool& threads);
-  void score(const ScanLayout& where, int layer, const std::vector<ScanRow>& rows,
-             const Item& item);
+  void score(const ScanLayout& where, int layer, const std::vector<ScanRow>& rows, const Item& item,
+             Lane* lane);
 
+  std::vector<Lane> lanes_;
   size_t heads_ = 0;
   int group_ = 0;
   int64_t query_bytes_ = 0;

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "kvpager/require.h"
-#include "pager/identity.h"
 
 namespace kvpager {
 namespace {
@@ -21,15 +20,7 @@ void grow(std::vector<T>* vector, int64_t size) {
 
 Sealing::Sealing(const PagerParts& parts, Residency& residency, Sequences& sequences,
                  const Forward& forward)
-    : options_(parts.config.options),
-      layout_(parts.config.layout),
-      ledger_(parts.ledger),
-      backend_(parts.backend),
-      threads_(parts.threads),
-      counters_(parts.counters),
-      residency_(residency),
-      sequences_(sequences),
-      forward_(forward) {}
+    : PagerParts(parts), residency_(residency), sequences_(sequences), forward_(forward) {}
 
 void Sealing::roll_back() noexcept {
   for (size_t i = seals_.size(); i-- > 0;) {
@@ -69,8 +60,7 @@ void Sealing::prepare(const ForwardPart& part, int64_t count, Provenance provena
   grow(&sequence.sealed, last - sequence.released);
   grow(&seals_, static_cast<int64_t>(seals_.size()) + last - first);
   const SharedArray<TokenId> ids = tokens_of(part, first, last);
-  RecordId previous = sequence.last_sealed();
-  ChunkName name = previous.value() < 0 ? sequence.base : ledger_[previous].name;
+  ChunkName name = last_name(sequence);
   for (int64_t chunk = first; chunk < last; ++chunk) {
     Seal& seal = seals_.emplace_back();
     seal.sequence = &sequence;
@@ -79,15 +69,20 @@ void Sealing::prepare(const ForwardPart& part, int64_t count, Provenance provena
     seal.provenance = std::max(sequence.provenance, provenance);
     name = sequence.namer.next(name, seal.tokens.data(), c, seal.provenance);
     seal.name = name;
-    prepare(&seal, chunk, previous);
-    previous = seal.existing.value_or(seal.open);
+    prepare(&seal);
   }
 }
 
-void Sealing::prepare(Seal* seal, int64_t chunk, RecordId previous) {
+// Of the last chunk that is sealed or released; empty without one.
+ChunkName Sealing::last_name(const Sequence& sequence) const {
+  const RecordId last = sequence.last_sealed();
+  return last.value() < 0 ? sequence.base : ledger_[last].name;
+}
+
+void Sealing::prepare(Seal* seal) {
   const BlockId block = ledger_[seal->open].block;
   seal->checksums = backend_.checksums(block);
-  if (seal->provenance == Provenance::kExact) find_identical(seal, chunk, previous, block);
+  if (seal->provenance == Provenance::kExact) find_identical(seal, block);
   if (seal->existing && !seal->heals) return;
   if (!seal->heals) {
     seal->summary = residency_.allocate_summary();
@@ -100,12 +95,10 @@ void Sealing::prepare(Seal* seal, int64_t chunk, RecordId previous) {
   backend_.write_home(block, seal->home, &seal->checksums);
 }
 
-void Sealing::find_identical(Seal* seal, int64_t chunk, RecordId previous, BlockId block) {
+void Sealing::find_identical(Seal* seal, BlockId block) {
   const auto found = ledger_.find(seal->name, seal->tokens.data(), layout_.chunk_tokens);
-  const bool same_text =
-      found && (can_follow(ledger_, options_, *found, chunk, previous) || ledger_.orphaned(*found));
   // One name, other bytes: some forward was not what it claimed. Neither record's K/V are replaced.
-  if (!same_text || !(residency_.checksums(*found) == checksums(seal))) return;
+  if (!found || !(residency_.checksums(*found) == checksums(seal))) return;
   residency_.add_reference(*found);  // so that room for the next chunk cannot come from this one
   seal->existing = found;
   if (ledger_[*found].damaged && ledger_[*found].on_disk()) rewrite_spilled(seal, block);
@@ -152,11 +145,10 @@ void Sealing::apply() {
 void Sealing::apply(Seal& seal, ChunkUse use) {
   Sequence& sequence = *seal.sequence;
   if (sequence.reserved > 0) sequences_.set_reserved(sequence, sequence.reserved - 1);
-  const RecordId previous = sequence.last_sealed();
   if (seal.existing) {
-    share(seal, &use, previous);
+    share(seal, &use);
   } else {
-    seal_open(seal, previous);
+    seal_open(seal);
   }
   use.last_use = residency_.clock();
   sequence.sealed.push_back(use);
@@ -164,7 +156,7 @@ void Sealing::apply(Seal& seal, ChunkUse use) {
 
 // The same chunk was computed before, bit for bit, and its record is kept. If its bytes are not resident,
 // this block becomes its resident copy, so that what is pinned stays where it is.
-void Sealing::share(Seal& seal, ChunkUse* use, RecordId previous) {
+void Sealing::share(Seal& seal, ChunkUse* use) {
   const RecordId existing = *seal.existing;
   ChunkRecord& kept = ledger_[existing];
   ledger_.pin(use->record, -use->pins);
@@ -174,24 +166,23 @@ void Sealing::share(Seal& seal, ChunkUse* use, RecordId previous) {
   }
   residency_.drop(use->record);
   use->record = existing;
-  if (previous.value() >= 0) ledger_.adopt_orphan(existing, previous);
   ledger_.pin(existing, use->pins);
   if (kept.summary_pending) seal.sequence->summaries_loaded = false;
   ++counters_.chunks_shared;
 }
 
-void Sealing::seal_open(Seal& seal, RecordId previous) {
+void Sealing::seal_open(Seal& seal) {
   ChunkRecord& record = ledger_[seal.open];
   ledger_.seal(seal.open);
   residency_.set_home(seal.open, seal.home);
   record.provenance = seal.provenance;
   record.summary = seal.summary;
   record.name = seal.name;
-  if (previous.value() >= 0) record.previous = ledger_.ref(previous);
+  record.previous = last_name(*seal.sequence);
   record.tokens = std::move(seal.tokens);
   record.checksums = std::move(seal.checksums);
   record.last_use = residency_.clock();
-  if (seal.provenance == Provenance::kExact) publish(&ledger_, options_, seal.open, previous);
+  if (seal.provenance == Provenance::kExact) ledger_.publish(seal.open);
   ++counters_.chunks_sealed;
 }
 

@@ -15,7 +15,7 @@
 
 namespace kvpager {
 
-class Sealing {
+class Sealing : PagerParts {
  public:
   Sealing(const PagerParts& parts, Residency& residency, Sequences& sequences,
           const Forward& forward);
@@ -49,20 +49,15 @@ class Sealing {
   };
 
   SharedArray<TokenId> tokens_of(const ForwardPart& part, int64_t first, int64_t last) const;
-  void prepare(Seal* seal, int64_t chunk, RecordId previous);
-  void find_identical(Seal* seal, int64_t chunk, RecordId previous, BlockId block);
+  ChunkName last_name(const Sequence& sequence) const;
+  void prepare(Seal* seal);
+  void find_identical(Seal* seal, BlockId block);
   void rewrite_spilled(Seal* seal, BlockId block);
   const SharedArray<uint64_t>& checksums(Seal* seal);
   void apply(Seal& seal, ChunkUse use);
-  void share(Seal& seal, ChunkUse* use, RecordId previous);
-  void seal_open(Seal& seal, RecordId previous);
+  void share(Seal& seal, ChunkUse* use);
+  void seal_open(Seal& seal);
 
-  const PagerOptions& options_;
-  const Layout& layout_;
-  Ledger& ledger_;
-  Backend& backend_;
-  ThreadPool& threads_;
-  PagerStats& counters_;
   Residency& residency_;
   Sequences& sequences_;
   const Forward& forward_;

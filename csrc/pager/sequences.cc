@@ -1,7 +1,7 @@
 #include "pager/sequences.h"
 
 #include <algorithm>
-#include <unordered_set>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -15,13 +15,7 @@
 namespace kvpager {
 
 Sequences::Sequences(const PagerParts& parts, Residency& residency)
-    : config_(parts.config),
-      options_(config_.options),
-      layout_(config_.layout),
-      ledger_(parts.ledger),
-      backend_(parts.backend),
-      counters_(parts.counters),
-      residency_(residency) {}
+    : PagerParts(parts), residency_(residency) {}
 
 Sequence& Sequences::find(SequenceId id) {
   const auto found = sequences_.find(id.value());
@@ -78,22 +72,22 @@ void Sequences::close(SequenceId id, bool forget) {
 // Cached chunks that were computed after chunks which this sequence alone uses: of forks that are closed.
 // Those before come first.
 std::vector<RecordId> Sequences::cached_after(const Sequence& sequence) const {
-  std::unordered_set<uint64_t> serials;
+  std::set<decltype(ChunkName::words)> names;
   for (const ChunkUse& use : sequence.sealed) {
     const ChunkRecord& record = ledger_[use.record];
-    if (record.references == 1) serials.insert(record.serial);
+    if (record.references == 1) names.insert(record.name.words);
   }
   std::vector<RecordId> cached;
-  ledger_.each([&](RecordId id, const ChunkRecord& record) {
-    if (record.cached) cached.push_back(id);
-  });
+  for (RecordId id = ledger_.oldest_cached().value_or(RecordId()); id.value() >= 0;
+       id = ledger_[id].newer)
+    cached.push_back(id);
   std::sort(cached.begin(), cached.end(),
             [&](RecordId a, RecordId b) { return ledger_[a].index < ledger_[b].index; });
   std::vector<RecordId> after;
   for (const RecordId id : cached) {
     const ChunkRecord& record = ledger_[id];
-    if (serials.count(record.previous.serial) == 0) continue;
-    serials.insert(record.serial);
+    if (names.count(record.previous.words) == 0) continue;
+    names.insert(record.name.words);
     after.push_back(id);
   }
   return after;
@@ -147,7 +141,7 @@ SequenceId Sequences::fork(SequenceId id) {
   const int64_t more = parent.target / layout_.chunk_tokens - parent.sealed_chunks();
   const int64_t wanted = homes_to_reserve(std::max<int64_t>(0, more), 0);
   const int64_t shared = options_.window == 0 ? 0 : std::max<int64_t>(0, wanted - parent.reserved);
-  if (shared > 0) residency_.budget().require(shared, "fork");
+  const HomesAside homes(residency_.budget(), shared, "fork");
   const auto open = static_cast<int64_t>(parent.frontier.size());
   BlockLease copies(residency_, open, "fork");
   Sequence child(parent.namer);
@@ -189,7 +183,7 @@ std::optional<RecordId> Sequences::copy_tail(Sequence& sequence, int64_t chunk) 
     reading.add(source);
     sequence.frontier.reserve(1);
     if (!residency_.can_allocate_blocks(1) && !sequence.frontier.empty() &&
-        ledger_[source].in_memory()) {
+        !ledger_[sequence.frontier.back().record].paged_out && ledger_[source].in_memory()) {
       // The trim gives up the open tail, and its block is enough. Nothing is read that could fail.
       ledger_.expect(1);
       ChunkRecord& open = ledger_[sequence.frontier.back().record];

@@ -19,7 +19,7 @@
 
 namespace kvpager {
 
-class Sequences {
+class Sequences : PagerParts {
  public:
   Sequences(const PagerParts& parts, Residency& residency);
 
@@ -101,12 +101,6 @@ class Sequences {
   void check(const Sequence& sequence) const;
   void check_chunks(const Sequence& sequence) const;
 
-  const Config& config_;
-  const PagerOptions& options_;
-  const Layout& layout_;
-  Ledger& ledger_;
-  Backend& backend_;
-  PagerStats& counters_;
   Residency& residency_;
 
   std::map<int64_t, Sequence> sequences_;

@@ -20,7 +20,7 @@
 
 namespace kvpager {
 
-class Snapshots {
+class Snapshots : PagerParts {
  public:
   Snapshots(const PagerParts& parts, Residency& residency, Sequences& sequences);
 
@@ -40,11 +40,6 @@ class Snapshots {
   SnapshotChunk copy_tail(const Sequence& source, int64_t chunk, int32_t valid,
                           std::vector<std::byte>* tail);
 
-  const PagerParts parts_;
-  const Config& config_;
-  const PagerOptions& options_;
-  const Layout& layout_;
-  Ledger& ledger_;
   Residency& residency_;
   Sequences& sequences_;
 };

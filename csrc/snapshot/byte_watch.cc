@@ -1,42 +1,46 @@
 #include "snapshot/byte_watch.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
 
-#include "snapshot/checksum.h"
-
 namespace kvpager::snapshot {
 
-ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::move(regions)) {
-  size_t blocks = 0;
+namespace {
+
+constexpr int64_t kPieceBlocks = ByteWatch::kPieceBytes / ByteWatch::kBlockBytes;
+
+int64_t parts(int64_t bytes, int64_t of) { return (bytes + of - 1) / of; }
+
+}  // namespace
+
+ByteWatch::ByteWatch(std::vector<Region> regions, int threads, uint64_t seed)
+    : regions_(std::move(regions)), hash_(seed) {
+  size_t blocks = 0, pieces = 0;
   for (const Region& region : regions_) {
     first_.push_back(blocks);
+    first_piece_.push_back(pieces);
     blocks += static_cast<size_t>(blocks_of(region));
+    pieces += static_cast<size_t>(parts(region.bytes, kPieceBytes));
     total_bytes_ += region.bytes;
   }
+  first_piece_.push_back(pieces);
   checksums_.resize(blocks);
-  // Each thread takes the next stretch of blocks, so that one large region keeps all busy.
-  constexpr size_t kStretch = 4096;
-  const size_t stretches = (blocks + kStretch - 1) / kStretch;
+  digests_.resize(pieces);
   std::atomic<size_t> next{0};
   const auto read = [&] {
-    for (size_t stretch = next++; stretch < stretches; stretch = next++) {
-      const size_t begin = stretch * kStretch;
-      const size_t end = std::min(blocks, begin + kStretch);
-      size_t region = static_cast<size_t>(std::upper_bound(first_.begin(), first_.end(), begin) -
-                                          first_.begin()) -
-                      1;
-      for (size_t i = begin; i < end; ++i) {
-        while (region + 1 < first_.size() && first_[region + 1] <= i) ++region;
-        checksums_[i] = checksum(regions_[region], static_cast<int64_t>(i - first_[region]));
-      }
+    for (size_t piece = next++; piece < pieces; piece = next++) {
+      const auto after = std::upper_bound(first_piece_.begin(), first_piece_.end(), piece);
+      const size_t region = static_cast<size_t>(after - first_piece_.begin()) - 1;
+      digests_[piece] = read_piece(region, static_cast<int64_t>(piece - first_piece_[region]));
     }
   };
-  const size_t count = std::min(static_cast<size_t>(std::max(1, threads)), stretches);
+  const size_t count = std::min(static_cast<size_t>(std::max(1, threads)), pieces);
   std::vector<std::thread> others;
   others.reserve(count);
   try {
@@ -48,6 +52,13 @@ ByteWatch::ByteWatch(std::vector<Region> regions, int threads) : regions_(std::m
   }
   read();
   for (std::thread& other : others) other.join();
+}
+
+std::vector<Hash128> ByteWatch::digests(size_t region) const {
+  const auto at = [&](size_t i) {
+    return digests_.begin() + static_cast<std::ptrdiff_t>(first_piece_[i]);
+  };
+  return {at(region), at(region + 1)};
 }
 
 int64_t ByteWatch::sample(int64_t blocks) {
@@ -89,7 +100,7 @@ int64_t ByteWatch::sweep(int64_t bytes) {
 }
 
 int64_t ByteWatch::blocks_of(const Region& region) const {
-  return (region.bytes + kBlockBytes - 1) / kBlockBytes;
+  return parts(region.bytes, kBlockBytes);
 }
 
 ByteWatch::Region ByteWatch::block_of(const Region& region, int64_t block) const {
@@ -97,9 +108,28 @@ ByteWatch::Region ByteWatch::block_of(const Region& region, int64_t block) const
   return {region.data + begin, std::min(kBlockBytes, region.bytes - begin)};
 }
 
-uint32_t ByteWatch::checksum(const Region& region, int64_t block) const {
+// The last block of a region has zeros after its end.
+const std::byte* ByteWatch::whole_block(const Region& region, int64_t block,
+                                        std::byte* room) const {
   const Region read = block_of(region, block);
-  return static_cast<uint32_t>(xxh3_64(read.data, static_cast<size_t>(read.bytes)));
+  if (read.bytes == kBlockBytes) return read.data;
+  std::memset(room, 0, kBlockBytes);
+  std::memcpy(room, read.data, static_cast<size_t>(read.bytes));
+  return room;
+}
+
+Hash128 ByteWatch::read_piece(size_t region, int64_t piece) {
+  const int64_t begin = piece * kPieceBlocks;
+  const int64_t end = std::min(begin + kPieceBlocks, blocks_of(regions_[region]));
+  std::array<std::byte, kBlockBytes> room;
+  std::array<Hash128, kPieceBlocks> hashes{};
+  for (int64_t block = begin; block < end; ++block) {
+    const std::byte* data = whole_block(regions_[region], block, room.data());
+    const Hash128 hash = hash_.hash128(data, kBlockBytes);
+    hashes[static_cast<size_t>(block - begin)] = hash;
+    checksums_[first_[region] + static_cast<size_t>(block)] = static_cast<uint32_t>(hash.low);
+  }
+  return hash_.hash128(hashes.data(), sizeof hashes);
 }
 
 void ByteWatch::prefetch(size_t drawn) const {
@@ -111,7 +141,9 @@ void ByteWatch::prefetch(size_t drawn) const {
 }
 
 bool ByteWatch::same(size_t region, int64_t block) const {
-  return checksum(regions_[region], block) ==
+  std::array<std::byte, kBlockBytes> room;
+  const std::byte* data = whole_block(regions_[region], block, room.data());
+  return static_cast<uint32_t>(hash_.hash64(data, kBlockBytes)) ==
          checksums_[first_[region] + static_cast<size_t>(block)];
 }
 

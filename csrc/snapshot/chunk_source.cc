@@ -35,7 +35,7 @@ CorruptSnapshotError ChunkSource::damage(const std::string& message, int64_t chu
 template <class Describe>
 void ChunkSource::fetch(int64_t chunk, int layer, uint64_t bytes, uint64_t offset,
                         const Describe& what, std::byte* out) const {
-  const InputFile& file = *files[place(chunk).file].file;
+  const ByteRanges& file = *files[place(chunk).file].file;
   const std::string elsewhere = file.path() == name ? "" : name + ": ";
   try {
     file.read(out, bytes, offset, what);
@@ -82,7 +82,7 @@ void ChunkSource::fetch_summaries(int64_t first, int64_t count, std::byte* out) 
 
 std::string ChunkSource::checksum_damage(int64_t chunk, const std::string& what, uint64_t computed,
                                          uint64_t expected) const {
-  const InputFile& file = *files[place(chunk).file].file;
+  const ByteRanges& file = *files[place(chunk).file].file;
   const std::string where =
       file.path() == name ? "" : str(" (chunk ", place(chunk).chunk, " of ", file.path(), ")");
   return str(name, ": corrupt snapshot: the checksum of ", what, where, " is ", computed,

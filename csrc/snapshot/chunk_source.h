@@ -24,7 +24,6 @@ struct ChunkSource {
 
   std::string name;  // the snapshot's path, for messages
   SnapshotMeta meta;
-  uint16_t minor = 0;
   int64_t file_bytes = 0;
   std::vector<ChunkFile> files;
   std::vector<Place> places;  // [chunks]

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kvpager/require.h"
 #include "kvpager/snapshot.h"
 #include "snapshot/bytes.h"
 #include "snapshot/checksum.h"
@@ -28,18 +27,25 @@ void expect_field(const std::byte* front, size_t at, T expected, const char* fie
 // Magic, checksum and version come first: this much has the same shape in every version.
 void check_identity(const std::byte* front, const std::string& path) {
   if (std::memcmp(front, kMagic, sizeof(kMagic)) != 0) {
-    corrupt(path, "header.magic", hex(load<uint64_t>(front)),
-            hex(load<uint64_t>(reinterpret_cast<const std::byte*>(kMagic))),
-            " (this is not a kvpager snapshot)");
+    throw CorruptSnapshotError(
+        str(path,
+            std::memcmp(front, "KVPCRYPT", 8) == 0
+                ? ": this file is encrypted; open it through its store, with the store's key"
+                : ": not a kvpager snapshot",
+            ": header.magic is ", hex(load<uint64_t>(front)), ", expected ",
+            hex(load<uint64_t>(reinterpret_cast<const std::byte*>(kMagic)))));
   }
   const uint64_t stored = load<uint64_t>(front + kHeaderChecksumAt);
   const uint64_t computed = xxh3_64(front, kHeaderChecksumAt);
   if (stored != computed) corrupt(path, "header.checksum", hex(stored), hex(computed));
   const auto major = load<uint16_t>(front + kMajorAt);
-  if (major != kSnapshotMajor) {
-    throw UnsupportedVersionError(str(path, ": header.major is ", major, " (format version ", major,
-                                      ".", load<uint16_t>(front + kMinorAt),
-                                      "), this reader knows ", kSnapshotMajor, ".x"));
+  const auto minor = load<uint16_t>(front + kMinorAt);
+  if (major != kSnapshotMajor || minor != kSnapshotMinor) {
+    throw UnsupportedVersionError(
+        str(path, ": header.version is ", major, ".", minor, ", expected ", kSnapshotMajor, ".",
+            kSnapshotMinor,
+            ", the version that this reader reads; compute the text again and save it, or use the "
+            "release that saved it"));
   }
 }
 
@@ -89,19 +95,10 @@ std::string section_name(uint16_t type) {
   return str("section ", type);
 }
 
-bool has_packs(const std::vector<SectionEntry>& entries) {
+bool Front::manifest() const {
   const auto packs = [](const SectionEntry& e) { return e.type == kPacks && e.known(); };
   return std::any_of(entries.begin(), entries.end(), packs);
 }
-
-uint16_t minor_version_of(const std::vector<SectionEntry>& entries) {
-  KVPAGER_REQUIRE(entries.size() >= kRequiredSections);
-  if (entries[kLayout - 1].version == kCodesVersion) return kCodesMinor;
-  if (entries[kChunks - 1].version == kChunksVersion) return kNamesMinor;
-  return has_packs(entries) ? kPacksMinor : 0;
-}
-
-bool Front::manifest() const { return has_packs(entries); }
 
 std::string encode_front(const std::vector<SectionEntry>& entries) {
   std::string front(kFrontBytes, '\0');
@@ -116,7 +113,7 @@ std::string encode_front(const std::vector<SectionEntry>& entries) {
   char* header = front.data();
   std::memcpy(header, kMagic, sizeof(kMagic));
   store(header + kMajorAt, kSnapshotMajor);
-  store(header + kMinorAt, minor_version_of(entries));
+  store(header + kMinorAt, kSnapshotMinor);
   store(header + kHeaderBytesAt, static_cast<uint32_t>(kHeaderBytes));
   store(header + kSectionCountAt, static_cast<uint32_t>(entries.size()));
   store(header + kEntryBytesAt, static_cast<uint32_t>(kEntryBytes));
@@ -148,7 +145,6 @@ Front decode_front(const std::byte* front, uint64_t real_file_bytes, const std::
   }
 
   Front out;
-  out.minor = load<uint16_t>(front + kMinorAt);
   std::vector<SectionEntry>& entries = out.entries;
   entries.resize(count);
   uint64_t end = kFrontBytes;
@@ -186,11 +182,6 @@ Front decode_front(const std::byte* front, uint64_t real_file_bytes, const std::
   const uint64_t metadata = real_file_bytes - entries[kSummaries - 1].end();
   if (metadata > kMaxMetadataBytes) {
     corrupt(path, "metadata size", metadata, "at most ", kMaxMetadataBytes);
-  }
-  // One content, one encoding; what a later version stamps is its own matter.
-  const uint16_t lowest = minor_version_of(entries);
-  if (out.minor < lowest || (out.minor > lowest && out.minor <= kSnapshotMinor)) {
-    corrupt(path, "header.minor", out.minor, lowest, " (the lowest that has these sections)");
   }
   return out;
 }

@@ -49,12 +49,7 @@ enum SectionType : uint16_t {
   kPacks = 9,
 };
 inline constexpr uint16_t kRequiredSections = 7;
-inline constexpr uint16_t kPacksMinor = 1;     // the minor version that brought section kPacks
-inline constexpr uint16_t kNamesMinor = 2;     // that brought names of 32 bytes
-inline constexpr uint16_t kCodesMinor = 3;     // that brought keys and values in codes
-inline constexpr uint8_t kSectionVersion = 1;  // of every section above but
-inline constexpr uint8_t kChunksVersion = 2;   // of kChunks; 1: with the hashes of 1.0 and 1.1
-inline constexpr uint8_t kCodesVersion = 2;    // of kLayout where dtypes are codes; 1: where not
+inline constexpr uint8_t kSectionVersion = 1;  // of every section above
 inline constexpr uint8_t kFlagRequired = 1;
 
 struct SectionEntry {
@@ -66,11 +61,7 @@ struct SectionEntry {
   uint64_t checksum = 0;
 
   bool required() const { return (flags & kFlagRequired) != 0; }
-  bool known() const {
-    return type <= kPacks &&
-           (version == kSectionVersion || (type == kChunks && version == kChunksVersion) ||
-            (type == kLayout && version == kCodesVersion));
-  }
+  bool known() const { return type <= kPacks && version == kSectionVersion; }
   // Type, version and flags as the table's first four bytes: what identifies a section this version
   // does not know.
   uint32_t tag() const {
@@ -91,16 +82,11 @@ template <class Value, class... Expected>
       str(path, ": corrupt snapshot: ", field, " is ", value, ", expected ", expected...));
 }
 
-// The lowest minor version that can express these sections: the one a writer stamps. REQUIRES: they
-// begin with those that every file has.
-uint16_t minor_version_of(const std::vector<SectionEntry>& entries);
-
 // Writes header and table of entries that already carry offset, size and checksum. kFrontBytes
 // long.
 std::string encode_front(const std::vector<SectionEntry>& entries);
 
 struct Front {
-  uint16_t minor = 0;
   std::vector<SectionEntry> entries;
 
   const SectionEntry& operator[](SectionType required) const { return entries[required - 1]; }

@@ -5,14 +5,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
 #include <system_error>
 #include <thread>
 
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 
 namespace kvpager::snapshot {
 
@@ -72,22 +73,23 @@ void InputFile::lock_shared() {
   if (status.st_nlink == 0) fail(ENOENT, "keep the file, which was removed while it was opened");
 }
 
-int InputFile::read_some(std::byte* out, uint64_t bytes, uint64_t offset, uint64_t* done) const {
-  while (*done < bytes) {
+void InputFile::read(std::byte* out, uint64_t bytes, uint64_t offset,
+                     const std::function<std::string()>& what) const {
+  for (uint64_t done = 0; done < bytes;) {
     const int64_t allowed =
-        fault::visit_transfer("snapshot.read", static_cast<int64_t>(bytes - *done));
+        fault::visit_transfer("snapshot.read", static_cast<int64_t>(bytes - done));
     if (allowed < 0) errno = static_cast<int>(-allowed);
     const ssize_t n = allowed < 0 ? -1
-                                  : ::pread(file_.get(), out + *done, static_cast<size_t>(allowed),
-                                            static_cast<off_t>(offset + *done));
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      return errno;
+                                  : ::pread(file_.get(), out + done, static_cast<size_t>(allowed),
+                                            static_cast<off_t>(offset + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail(errno, str("read ", what(), " at offset ", offset + done));
+    if (n == 0) {
+      corrupt(path_, "the end of the file while reading " + what(), offset + done, "at least ",
+              offset + bytes, " (the file became shorter after it was opened)");
     }
-    if (n == 0) return 0;
-    *done += static_cast<uint64_t>(n);
+    done += static_cast<uint64_t>(n);
   }
-  return 0;
 }
 
 void InputFile::will_need(uint64_t bytes, uint64_t offset) const noexcept {
@@ -95,21 +97,21 @@ void InputFile::will_need(uint64_t bytes, uint64_t offset) const noexcept {
                   POSIX_FADV_WILLNEED);
 }
 
-void InputFile::fail_read(int error, uint64_t bytes, uint64_t offset, uint64_t done,
-                          const std::string& what) const {
-  if (error != 0) fail(error, str("read ", what, " at offset ", offset + done));
-  corrupt(path_, "the end of the file while reading " + what, offset + done, "at least ",
-          offset + bytes, " (the file became shorter after it was opened)");
-}
-
 void InputFile::fail(int error, const std::string& what) const {
   throw StorageError(str(path_, ": cannot ", what, ": ", std::generic_category().message(error)));
 }
 
-Front read_front(const InputFile& file) {
+Front read_front(const ByteRanges& file) {
   if (file.bytes() < kFrontBytes) {
-    corrupt(file.path(), "file size", file.bytes(), "at least ", kFrontBytes,
-            " (header and section table)");
+    std::array<char, sizeof(kMagic)> begin = {};
+    file.read(reinterpret_cast<std::byte*>(begin.data()),
+              std::min<uint64_t>(begin.size(), file.bytes()), 0,
+              [] { return std::string("the header"); });
+    const bool cut_off = std::equal(begin.begin(), begin.end(), kMagic);
+    throw CorruptSnapshotError(
+        str(file.path(),
+            cut_off ? ": corrupt snapshot: " : ": not a kvpager snapshot: ", "file size is ",
+            file.bytes(), ", expected at least ", kFrontBytes, " (header and section table)"));
   }
   std::array<std::byte, kFrontBytes> front;
   file.read(front.data(), front.size(), 0, [] { return std::string("the header"); });

@@ -26,17 +26,12 @@ constexpr size_t kCodesBytes = 8;  // more where dtypes are codes
 constexpr uint8_t kKeysRotated = 1;
 constexpr uint8_t kValuesRotated = 2;
 
-// Chunk table entry: fixed fields, then a checksum per layer. Before version 2 of the section a name
-// has 16 bytes.
+// Chunk table entry: fixed fields, then a checksum per layer.
 constexpr size_t kProvenanceAt = 4;
 constexpr size_t kNameAt = 8;
 constexpr size_t kNameBytes = 32;
-constexpr size_t kLegacyNameBytes = 16;
-
-constexpr size_t name_bytes(bool legacy) { return legacy ? kLegacyNameBytes : kNameBytes; }
-constexpr size_t chunk_fixed_bytes(bool legacy) {
-  return kNameAt + name_bytes(legacy) + sizeof(uint64_t);
-}
+constexpr size_t kSummaryChecksumAt = kNameAt + kNameBytes;
+constexpr size_t kChunkFixedBytes = kSummaryChecksumAt + sizeof(uint64_t);
 
 constexpr size_t kHintsFixedBytes = 8;
 
@@ -50,8 +45,8 @@ constexpr int64_t kMaxSummaryPageBytes = int64_t{1} << 30;
 // Of what all chunks of a snapshot have together, so that sums of a few such sizes fit 63 bits.
 constexpr uint64_t kMaxBytes = uint64_t{1} << 61;
 
-[[noreturn]] void corrupt_problem(const std::string& path, const BrokenRule& problem) {
-  corrupt(path, problem.field, problem.value, problem.expected);
+void expect_kept(const std::string& path, const std::optional<BrokenRule>& rule) {
+  if (rule) corrupt(path, rule->field, rule->value, rule->expected);
 }
 
 void expect_size(const Section& section, uint64_t expected, const std::string& why,
@@ -91,17 +86,20 @@ void decode_codes(const std::byte* from, const std::byte* layers, SnapshotMeta* 
     layout.float_layers.add(layer);
     least = layer + 1;
   }
-  if (const auto problem = check_geometry(layout, meta->summary_page_bytes)) {
-    corrupt_problem(path, *problem);
-  }
+  expect_kept(path, check_geometry(layout, meta->summary_page_bytes));
+}
+
+bool has_codes(const Layout& layout) {
+  return is_coded(layout.k_dtype) || is_coded(layout.v_dtype);
 }
 
 void decode_layout(const Section& section, SnapshotMeta* meta, const std::string& path) {
-  const bool coded = section.entry.version == kCodesVersion;
-  const size_t fixed_bytes = kLayoutFixedBytes + (coded ? kCodesBytes : 0);
-  if (section.entry.size < fixed_bytes) {
-    corrupt(path, "layout.size", section.entry.size, "at least ", fixed_bytes);
-  }
+  const auto expect_at_least = [&](size_t bytes) {
+    if (section.entry.size < bytes) {
+      corrupt(path, "layout.size", section.entry.size, "at least ", bytes);
+    }
+  };
+  expect_at_least(kLayoutFixedBytes);
   const std::byte* from = section.data;
   Layout& layout = meta->layout;
   layout.layers = load<int32_t>(from);
@@ -120,14 +118,10 @@ void decode_layout(const Section& section, SnapshotMeta* meta, const std::string
               ", this reader knows 0 (f32), 1 (f16), 2 (bf16), 4 (q8) and 5 (q4)"));
     }
   }
-  if (section.entry.version != layout_version(layout)) {
-    corrupt(path, "layout.version", int{section.entry.version}, int{layout_version(layout)},
-            " (keys are ", dtype_name(layout.k_dtype), ", values ", dtype_name(layout.v_dtype),
-            ")");
-  }
-  if (const auto problem = check_geometry(layout, meta->summary_page_bytes)) {
-    corrupt_problem(path, *problem);
-  }
+  expect_kept(path, check_geometry(layout, meta->summary_page_bytes));
+  const bool coded = has_codes(layout);
+  const size_t fixed_bytes = kLayoutFixedBytes + (coded ? kCodesBytes : 0);
+  expect_at_least(fixed_bytes);
   const auto scorer_bytes = load<uint16_t>(from + kScorerBytesAt);
   if (scorer_bytes > kMaxScorerBytes) {
     corrupt(path, "layout.scorer_bytes", scorer_bytes, "at most ", kMaxScorerBytes);
@@ -178,9 +172,7 @@ uint64_t bytes_of(uint64_t count, uint64_t each, const std::string& what, const 
 void decode_chunks(const Section& section, const std::shared_ptr<const std::byte>& bytes,
                    SnapshotMeta* meta, const std::string& path) {
   const auto count = static_cast<uint64_t>(chunk_count(meta->layout, meta->tokens.size()));
-  meta->legacy_names = section.entry.version < kChunksVersion;
-  const bool legacy = meta->legacy_names;
-  const uint64_t stride = chunk_entry_bytes(meta->layout, legacy);
+  const uint64_t stride = chunk_entry_bytes(meta->layout);
   expect_size(section, bytes_of(count, stride, "chunks.size", path),
               str(count, " chunks for ", meta->tokens.size(), " tokens, ", stride, " bytes each"),
               path);
@@ -192,19 +184,18 @@ void decode_chunks(const Section& section, const std::shared_ptr<const std::byte
     SnapshotChunk& chunk = meta->chunks[c];
     chunk.valid = load<int32_t>(from);
     chunk.provenance = static_cast<Provenance>(load<uint8_t>(from + kProvenanceAt));
-    std::memcpy(chunk.chain_hash.words.data(), from + kNameAt, name_bytes(legacy));
-    chunk.slice_checksum = part_of<uint64_t>(bytes, from + chunk_fixed_bytes(legacy), layers);
+    std::memcpy(chunk.chain_hash.words.data(), from + kNameAt, kNameBytes);
+    chunk.slice_checksum = part_of<uint64_t>(bytes, from + kChunkFixedBytes, layers);
     if (!all_zero(from + kProvenanceAt + 1, kNameAt - kProvenanceAt - 1)) {
       corrupt(path, str("chunks[", c, "].reserved"), "not zero", "zero");
     }
-    chunk.summary_checksum = load<uint64_t>(from + kNameAt + name_bytes(legacy));
+    chunk.summary_checksum = load<uint64_t>(from + kSummaryChecksumAt);
     if (c >= sealed && chunk.summary_checksum != 0) {
       corrupt(path, str("chunks[", c, "].summary_checksum"), chunk.summary_checksum,
               "0 (a tail has no summary)");
     }
   }
-  if (const auto problem = check_chunks(meta->layout, meta->tokens.size(), meta->chunks))
-    corrupt_problem(path, *problem);
+  expect_kept(path, check_chunks(meta->layout, meta->tokens.size(), meta->chunks));
 }
 
 void decode_hints(const Section& section, SnapshotMeta* meta, const std::string& path) {
@@ -221,9 +212,7 @@ void decode_hints(const Section& section, SnapshotMeta* meta, const std::string&
   if (scores > 0) std::memcpy(meta->hints.qk_score.data(), from, scores * 8);
   meta->hints.last_use.resize(uses);
   if (uses > 0) std::memcpy(meta->hints.last_use.data(), from + scores * 8, uses * 8);
-  if (const auto problem = check_hints(meta->hints, meta->chunks.size())) {
-    corrupt_problem(path, *problem);
-  }
+  expect_kept(path, check_hints(meta->hints, meta->chunks.size()));
 }
 
 void decode_packs(const Section& section, SnapshotMeta* meta, const std::string& path) {
@@ -253,9 +242,7 @@ void decode_packs(const Section& section, SnapshotMeta* meta, const std::string&
     place.chunk = load<uint32_t>(from + 4);
     from += kPlaceBytes;
   }
-  if (const auto problem = check_packs(meta->packs, meta->sealed_chunks())) {
-    corrupt_problem(path, *problem);
-  }
+  expect_kept(path, check_packs(meta->packs, meta->sealed_chunks()));
 }
 
 void expect_checksum(const Section& section, uint64_t computed, const std::string& path) {
@@ -273,10 +260,6 @@ bool distinct(const std::vector<SnapshotPacks::Place>& places) {
 }
 
 }  // namespace
-
-uint8_t layout_version(const Layout& layout) {
-  return is_coded(layout.k_dtype) || is_coded(layout.v_dtype) ? kCodesVersion : kSectionVersion;
-}
 
 std::optional<BrokenRule> check_geometry(const Layout& layout, int64_t summary_page_bytes) {
   if (auto problem = layout.broken_rule()) return problem;
@@ -405,8 +388,8 @@ uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_byte
          static_cast<uint64_t>(summary_page_bytes);
 }
 
-uint64_t chunk_entry_bytes(const Layout& layout, bool legacy_names) {
-  return chunk_fixed_bytes(legacy_names) + sizeof(uint64_t) * static_cast<uint64_t>(layout.layers);
+uint64_t chunk_entry_bytes(const Layout& layout) {
+  return kChunkFixedBytes + sizeof(uint64_t) * static_cast<uint64_t>(layout.layers);
 }
 
 std::string encode_layout(const SnapshotMeta& meta) {
@@ -421,7 +404,7 @@ std::string encode_layout(const SnapshotMeta& meta) {
   append(&out, static_cast<uint8_t>(layout.v_dtype));
   append(&out, static_cast<uint16_t>(meta.scorer.size()));
   append(&out, meta.summary_page_bytes);
-  if (layout_version(layout) != kCodesVersion) return out + meta.scorer;
+  if (!has_codes(layout)) return out + meta.scorer;
   std::string floats;
   for (int layer = 0; layer < layout.layers; ++layer) {
     if (layout.float_layers.has(layer)) append(&floats, static_cast<uint16_t>(layer));
@@ -438,17 +421,16 @@ std::string encode_tokens(const SharedArray<TokenId>& tokens) {
   return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(TokenId));
 }
 
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks, bool legacy_names) {
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks) {
   std::string out;
   if (!chunks.empty()) {
-    out.reserve(chunks.size() * (chunk_fixed_bytes(legacy_names) +
-                                 chunks[0].slice_checksum.size() * sizeof(uint64_t)));
+    out.reserve(chunks.size() *
+                (kChunkFixedBytes + chunks[0].slice_checksum.size() * sizeof(uint64_t)));
   }
   for (const SnapshotChunk& chunk : chunks) {
     append(&out, chunk.valid);
     append(&out, static_cast<uint32_t>(chunk.provenance));
-    out.append(reinterpret_cast<const char*>(chunk.chain_hash.words.data()),
-               name_bytes(legacy_names));
+    out.append(reinterpret_cast<const char*>(chunk.chain_hash.words.data()), kNameBytes);
     append(&out, chunk.summary_checksum);
     out.append(reinterpret_cast<const char*>(chunk.slice_checksum.data()),
                chunk.slice_checksum.size() * sizeof(uint64_t));
@@ -505,8 +487,7 @@ Hash128 logical_digest(const SnapshotMeta& meta, const std::vector<SnapshotChunk
   Digest128 digest;
   digest.add("kvpager snapshot 1", 18);
   for (const std::string& section :
-       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens),
-        encode_chunks(chunks, meta.legacy_names)}) {
+       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens), encode_chunks(chunks)}) {
     digest.add(section.data(), section.size());
   }
   return digest.value();
@@ -564,7 +545,7 @@ SnapshotMeta decode_metadata(const std::vector<Section>& sections,
 
 Hash128 SnapshotChunk::content_id() const {
   snapshot::Digest128 digest;
-  digest.add("kvpager chunk 2", 15);
+  digest.add("kvpager chunk 1", 15);
   const auto& name = chain_hash.words;
   const uint64_t fields[] = {static_cast<uint64_t>(valid),
                              static_cast<uint64_t>(provenance),

@@ -15,8 +15,6 @@
 
 namespace kvpager::snapshot {
 
-// Of the layout section.
-uint8_t layout_version(const Layout& layout);
 // What the layout section says: a layout that holds everywhere (Layout::broken_rule), and summaries of a size
 // such that every size of a chunk fits 63 bits.
 std::optional<BrokenRule> check_geometry(const Layout& layout, int64_t summary_page_bytes);
@@ -32,7 +30,7 @@ std::optional<BrokenRule> check_packs(const SnapshotPacks& packs, int64_t sealed
 int64_t chunk_count(const Layout& layout, uint64_t tokens);
 // Of one chunk's summary, all layers and heads.
 uint64_t summary_bytes_per_chunk(const Layout& layout, int64_t summary_page_bytes);
-uint64_t chunk_entry_bytes(const Layout& layout, bool legacy_names);
+uint64_t chunk_entry_bytes(const Layout& layout);
 
 // The chunks whose payload and summaries the file itself holds: of a manifest the tail alone.
 struct OwnChunks {
@@ -43,7 +41,7 @@ OwnChunks own_chunks(const SnapshotMeta& meta);
 
 std::string encode_layout(const SnapshotMeta& meta);
 std::string encode_tokens(const SharedArray<TokenId>& tokens);
-std::string encode_chunks(const std::vector<SnapshotChunk>& chunks, bool legacy_names);
+std::string encode_chunks(const std::vector<SnapshotChunk>& chunks);
 std::string encode_hints(const SnapshotHints& hints);
 std::string encode_packs(const SnapshotPacks& packs);
 

@@ -13,8 +13,8 @@
 #include <random>
 #include <system_error>
 
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/require.h"
 
 namespace kvpager::snapshot {
@@ -99,10 +99,19 @@ OutputFile::OutputFile(const std::string& path, uint32_t mode) : path_(path), mo
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
   name_ = slash == std::string::npos ? path : path.substr(slash + 1);
+  try {
+    open(folder);
+  } catch (...) {
+    discard();  // there will be no destructor
+    throw;
+  }
+}
+
+void OutputFile::open(const std::string& folder) {
   folder_.reset(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder_.get() < 0) fail(errno, str("cannot open the folder ", folder));
   struct stat existing;
-  if (name_.empty()) fail(path.empty() ? ENOENT : EISDIR, "cannot write a snapshot here");
+  if (name_.empty()) fail(path_.empty() ? ENOENT : EISDIR, "cannot write a snapshot here");
   if (::fstatat(folder_.get(), name_.c_str(), &existing, 0) == 0) {
     if (S_ISDIR(existing.st_mode)) fail(EISDIR, "cannot replace a folder by a snapshot");
     if (!S_ISREG(existing.st_mode)) fail(EEXIST, "cannot replace what is not a regular file");
@@ -299,7 +308,7 @@ void OutputFile::discard() noexcept {
 }
 
 void OutputFile::fail(int error, const std::string& what) {
-  discard();
+  give_up();
   throw StorageError(str(path_, ": ", what, ": ", std::generic_category().message(error)));
 }
 

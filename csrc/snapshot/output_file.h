@@ -1,13 +1,15 @@
 // A file that exists under its final name only when it is whole: bytes go to a temporary name in
 // the same folder, `seal` syncs them, `publish` renames and syncs the folder. Every failure is a
-// StorageError, removes the temporary and leaves a file that already had the name as it was.
+// StorageError and leaves a file that already had the name as it was. The temporary of what failed
+// stays until `discard`, so that its owner can remove it under a lock of its own.
 //
 //   state      is left by                       the file
 //   kWriting   write_at, reserve: kWriting      has its temporary name, locked
 //              seal: kSealed
 //   kSealed    publish: kPublished              the same, on disk
 //   kPublished                                  has its name, still locked
-//   kGone                                       a call failed, or discard: nothing is left
+//   kFailed    discard: kGone                   a call failed, or give_up: the same as kWriting
+//   kGone                                       discard: nothing is left
 //
 // The file is its owner's alone until it is sealed. Then it gets the permissions asked for, whatever
 // the umask; of a file that has the name already, none that this one had not.
@@ -31,7 +33,7 @@ inline constexpr uint32_t kPrivateMode = 0600;
 
 class OutputFile {
  public:
-  enum class State { kWriting, kSealed, kPublished, kGone };
+  enum class State { kWriting, kSealed, kPublished, kFailed, kGone };
 
   // mode: permissions for a new file; see above.
   explicit OutputFile(const std::string& path, uint32_t mode = kPrivateMode);
@@ -40,6 +42,8 @@ class OutputFile {
   OutputFile& operator=(const OutputFile&) = delete;
 
   const std::string& path() const { return path_; }
+  // Its name within the folder until it is published; empty then.
+  const std::string& temporary() const { return temporary_; }
   State state() const { return state_; }
 
   // Disk space for the first `bytes` bytes, where the file system can promise it; a file of that
@@ -55,10 +59,13 @@ class OutputFile {
   void seal(uint64_t bytes);
   // Rename, fsync of the folder.
   void publish();
+  // Allows nothing but discard from now on.
+  void give_up() noexcept { state_ = State::kFailed; }
   // Removes the temporary and lets the lock go.
   void discard() noexcept;
 
  private:
+  void open(const std::string& folder);
   void create_temporary();
   void lock();
   void set_mode();

@@ -5,6 +5,9 @@
 #include <new>
 #include <utility>
 
+#include "kvpager/error.h"
+#include "snapshot/sections.h"
+
 namespace kvpager::snapshot {
 
 namespace {
@@ -20,14 +23,24 @@ iovec part_of(const void* data, uint64_t bytes) { return {const_cast<void*>(data
 
 }  // namespace
 
-OutputStream::OutputStream(OutputFile* file, uint64_t front_bytes)
-    : file_(file), flushed_(front_bytes), handed_over_(front_bytes) {
+OutputStream::OutputStream(OutputFile* file, uint64_t front_bytes, FileCipher* cipher)
+    : file_(file),
+      cipher_(cipher),
+      front_bytes_(front_bytes),
+      flushed_(front_bytes),
+      handed_over_(front_bytes) {
+  if (cipher != nullptr) {
+    const uint64_t block = cipher->block_bytes();
+    if (block == 0 || kBufferBytes % block != 0) {
+      refuse({"block_bytes", str(block), str("a power of two up to ", kBufferBytes)});
+    }
+  }
   buffer_.reset(static_cast<std::byte*>(std::aligned_alloc(kBufferAlignment, kBufferBytes)));
   if (buffer_ == nullptr) throw std::bad_alloc();
 }
 
 void OutputStream::append(const void* data, uint64_t bytes) {
-  if (bytes >= kDirectBytes) {
+  if (bytes >= kDirectBytes && cipher_ == nullptr) {
     flush();
     write({part_of(data, bytes)}, bytes);
     return;
@@ -44,6 +57,10 @@ void OutputStream::append(const void* data, uint64_t bytes) {
 }
 
 void OutputStream::append_all(const std::vector<const std::byte*>& addresses, uint64_t bytes) {
+  if (cipher_ != nullptr) {
+    for (const std::byte* address : addresses) append(address, bytes);
+    return;
+  }
   flush();
   std::vector<iovec> parts;
   parts.reserve(addresses.size());
@@ -52,12 +69,43 @@ void OutputStream::append_all(const std::vector<const std::byte*>& addresses, ui
 }
 
 void OutputStream::write_front(const std::string& front) {
-  file_->write_at(0, {part_of(front.data(), front.size())});
+  if (cipher_ == nullptr) return file_->write_at(0, {part_of(front.data(), front.size())});
+  const std::string header = cipher_->header(size());
+  const auto* plain = reinterpret_cast<const std::byte*>(front.data());
+  const std::vector<std::byte>& text = encrypted(0, plain, front.size(), 1);
+  file_->write_at(0, {part_of(header.data(), header.size()), part_of(text.data(), text.size())});
+}
+
+uint64_t OutputStream::file_bytes(uint64_t plain_bytes) const {
+  if (cipher_ == nullptr) return plain_bytes;
+  const uint64_t rest = plain_bytes - std::min(plain_bytes, front_bytes_);
+  const uint64_t blocks = (rest + cipher_->block_bytes() - 1) / cipher_->block_bytes();
+  return cipher_->header_bytes() + plain_bytes + (1 + blocks) * cipher_->tag_bytes();
+}
+
+const std::vector<std::byte>& OutputStream::encrypted(uint64_t first, const std::byte* plain,
+                                                      uint64_t bytes, uint64_t blocks) {
+  text_.resize(bytes + blocks * cipher_->tag_bytes());
+  cipher_->encrypt(first, plain, bytes, text_.data());
+  return text_;
+}
+
+// REQUIRES: all bytes before are whole blocks.
+void OutputStream::write_blocks(const std::byte* plain, uint64_t bytes) {
+  const uint64_t each = cipher_->block_bytes();
+  const uint64_t first = 1 + (flushed_ - front_bytes_) / each;
+  const std::vector<std::byte>& text = encrypted(first, plain, bytes, (bytes + each - 1) / each);
+  const uint64_t offset = file_bytes(flushed_);
+  file_->write_at(offset, {part_of(text.data(), text.size())});
+  file_->start_writeback(offset, text.size());
 }
 
 void OutputStream::flush() {
   const uint64_t bytes = std::exchange(buffered_, 0);
-  if (bytes > 0) write({part_of(buffer_.get(), bytes)}, bytes);
+  if (bytes == 0) return;
+  if (cipher_ == nullptr) return write({part_of(buffer_.get(), bytes)}, bytes);
+  write_blocks(buffer_.get(), bytes);
+  flushed_ += bytes;
 }
 
 void OutputStream::write(std::vector<iovec> parts, uint64_t bytes) {

@@ -2,8 +2,8 @@
 
 #include <map>
 
+#include "base/mutex.h"
 #include "kvpager/error.h"
-#include "kvpager/mutex.h"
 #include "snapshot/metadata.h"
 
 namespace kvpager::snapshot {
@@ -60,15 +60,15 @@ void check_sizes(const Front& front, uint64_t chunks, const SnapshotMeta& meta,
   const auto chunk_tokens = static_cast<uint64_t>(meta.layout.chunk_tokens);
   expect(kTokens, chunk_tokens * sizeof(TokenId));
   // What the pack calls its chunks is not asked: the manifest's names count.
-  expect(kChunks, chunk_entry_bytes(meta.layout, front[kChunks].version < kChunksVersion));
+  expect(kChunks, chunk_entry_bytes(meta.layout));
   expect(kPayload, static_cast<uint64_t>(meta.layout.chunk_bytes()));
   expect(kSummaries, summary_bytes_per_chunk(meta.layout, meta.summary_page_bytes));
 }
 
 ChunkFile open_pack(const SnapshotPacks::Pack& pack, const SnapshotMeta& meta,
-                    const std::string& path) {
+                    const std::string& path, const RangesOpener& opener) {
   ChunkFile out;
-  out.file = open_files().open(path);
+  out.file = opener ? opener(path) : open_files().open(path);
   const Front front = read_front(*out.file);
   check_sizes(front, pack.chunks, meta, path);
   out.summaries_at = front[kSummaries].offset;
@@ -92,7 +92,7 @@ std::string packs_folder_of(const std::string& manifest) {
 }
 
 std::vector<ChunkFile> open_packs(const SnapshotMeta& meta, const std::string& folder,
-                                  const std::string& manifest) {
+                                  const std::string& manifest, const RangesOpener& opener) {
   std::vector<ChunkFile> files;
   files.reserve(meta.packs.packs.size() + 1);  // and the manifest itself, for the tail
   for (const SnapshotPacks::Pack& pack : meta.packs.packs) {
@@ -100,7 +100,7 @@ std::vector<ChunkFile> open_packs(const SnapshotMeta& meta, const std::string& f
       return str(manifest, ": this snapshot needs a pack that cannot be used: ", e.what());
     };
     try {
-      files.push_back(open_pack(pack, meta, str(folder, "/", pack_file_name(pack.id))));
+      files.push_back(open_pack(pack, meta, str(folder, "/", pack_file_name(pack.id)), opener));
     } catch (const StorageError& e) {
       throw StorageError(words(e));
     } catch (const CorruptSnapshotError& e) {

@@ -14,7 +14,7 @@ namespace kvpager::snapshot {
 
 // A file chunks are read from: their payload begins at kFrontBytes.
 struct ChunkFile {
-  std::shared_ptr<const InputFile> file;
+  std::shared_ptr<const ByteRanges> file;
   uint64_t summaries_at = 0;
 };
 
@@ -25,8 +25,8 @@ std::string packs_folder_of(const std::string& manifest);
 
 // Opens and locks every pack of meta and checks that its parts have the sizes meta says: the bytes
 // themselves are verified when they are read. StorageError, CorruptSnapshotError or
-// UnsupportedVersionError that names pack and manifest.
+// UnsupportedVersionError that names pack and manifest. An opener opens them in its own way.
 std::vector<ChunkFile> open_packs(const SnapshotMeta& meta, const std::string& folder,
-                                  const std::string& manifest);
+                                  const std::string& manifest, const RangesOpener& opener);
 
 }  // namespace kvpager::snapshot

@@ -20,7 +20,7 @@ using namespace snapshot;  // NOLINT(build/namespaces): this room's own names
 namespace {
 
 // Everything behind payload and summaries, in one read.
-SnapshotMeta read_metadata(const InputFile& file, const Front& front) {
+SnapshotMeta read_metadata(const ByteRanges& file, const Front& front) {
   const uint64_t metadata_at = front[kSummaries].end();
   const uint64_t metadata_bytes = file.bytes() - metadata_at;
   // As far from an aligned address as in the file, so that sections are aligned here too.
@@ -65,17 +65,19 @@ SnapshotReader::SnapshotReader() : impl_(std::make_unique<Impl>()) {}
 SnapshotReader::~SnapshotReader() = default;
 
 std::shared_ptr<SnapshotReader> SnapshotReader::open(const std::string& path,
-                                                     const std::string& packs_folder) {
+                                                     const std::string& packs_folder,
+                                                     const RangesOpener& opener) {
   std::shared_ptr<SnapshotReader> reader(new SnapshotReader());
   Impl& r = *reader->impl_;
-  const auto file = std::make_shared<InputFile>(path);
+  const std::shared_ptr<const ByteRanges> file =
+      opener ? opener(path) : std::make_shared<InputFile>(path);
   const Front front = read_front(*file);
   r.name = path;
   r.meta = read_metadata(*file, front);
-  r.minor = front.minor;
   r.file_bytes = static_cast<int64_t>(file->bytes());
   if (!r.meta.packs.empty()) {
-    r.files = open_packs(r.meta, packs_folder.empty() ? packs_folder_of(path) : packs_folder, path);
+    r.files = open_packs(r.meta, packs_folder.empty() ? packs_folder_of(path) : packs_folder, path,
+                         opener);
   }
   const auto own_file = static_cast<uint32_t>(r.files.size());
   r.files.push_back({file, front[kSummaries].offset});
@@ -96,7 +98,7 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
   std::shared_ptr<SnapshotReader> reader(new SnapshotReader());
   Impl& r = *reader->impl_;
   r.name = name;
-  std::map<const InputFile*, uint32_t> known;
+  std::map<const ByteRanges*, uint32_t> known;
   std::vector<TokenId> ids;
   for (const auto& [from, chunk] : chunks) {
     if (from == nullptr) throw InvalidArgumentError(str(name, ": a reader is null"));
@@ -109,18 +111,11 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
       meta.summary_page_bytes = theirs.summary_page_bytes;
       meta.fingerprint = theirs.fingerprint;
       meta.session = "{}";
-      meta.legacy_names = theirs.legacy_names;
     }
     if (!(meta.layout == theirs.layout) || meta.scorer != theirs.scorer ||
         meta.summary_page_bytes != theirs.summary_page_bytes) {
       throw InvalidArgumentError(str(name, ": ", source.name, " has another layout or scorer than ",
                                      chunks[0].first->path(), ", expected the same"));
-    }
-    if (meta.legacy_names != theirs.legacy_names) {
-      throw InvalidArgumentError(
-          str(name, ": ", source.name, " and ", chunks[0].first->path(),
-              " are of before and since version 1.2, whose chunks have other "
-              "names; expected files of one kind"));
     }
     require_range(source.name, "chunk", chunk, theirs.sealed_chunks());
     const ChunkSource::Place& place = source.place(chunk);
@@ -139,7 +134,6 @@ std::shared_ptr<SnapshotReader> SnapshotReader::gather(
 
 const std::string& SnapshotReader::path() const { return impl_->name; }
 const SnapshotMeta& SnapshotReader::meta() const { return impl_->meta; }
-uint16_t SnapshotReader::minor_version() const { return impl_->minor; }
 int64_t SnapshotReader::file_bytes() const { return impl_->file_bytes; }
 Hash128 SnapshotReader::logical_digest() const { return impl_->logical_digest(); }
 int64_t SnapshotReader::payload_bytes_read() const { return impl_->bytes_read; }

@@ -10,8 +10,8 @@
 #include <thread>
 #include <tuple>
 
+#include "base/mutex.h"
 #include "kvpager/error.h"
-#include "kvpager/mutex.h"
 #include "kvpager/process.h"
 
 namespace kvpager::snapshot {

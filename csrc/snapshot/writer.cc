@@ -10,7 +10,7 @@
 #include "snapshot/metadata.h"
 #include "snapshot/output_file.h"
 #include "snapshot/output_stream.h"
-#include "snapshot/utf8.h"
+#include "snapshot/sections.h"
 
 namespace kvpager {
 
@@ -21,133 +21,11 @@ namespace {
 // Asking a callback costs little, but what it waits for may not.
 constexpr int64_t kProgressBytes = int64_t{16} << 20;
 
-[[noreturn]] void refuse(const BrokenRule& problem) {
-  throw InvalidArgumentError(
-      str("snapshot: ", problem.field, " is ", problem.value, ", expected ", problem.expected));
-}
-
-void refuse_longer(const char* field, uint64_t bytes, uint64_t limit) {
-  if (bytes > limit) refuse({field, str(bytes, " bytes"), str("at most ", limit)});
-}
-
-uint32_t required_tag(SectionType type) {
-  SectionEntry entry;
-  entry.type = type;
-  entry.flags = kFlagRequired;
-  return entry.tag();
-}
-
-uint32_t layout_tag(const Layout& layout) {
-  SectionEntry entry = SectionEntry::from_tag(required_tag(kLayout));
-  entry.version = layout_version(layout);
-  return entry.tag();
-}
-
-uint32_t chunks_tag(bool legacy_names) {
-  SectionEntry entry = SectionEntry::from_tag(required_tag(kChunks));
-  if (!legacy_names) entry.version = kChunksVersion;
-  return entry.tag();
-}
-
-// The sections that not every file has, ascending by type.
-std::vector<std::pair<uint32_t, std::string>> further_sections(const SnapshotMeta& meta) {
-  auto sections = meta.unknown;
-  for (const auto& [tag, bytes] : sections) {
-    const SectionEntry entry = SectionEntry::from_tag(tag);
-    if (entry.type <= kRequiredSections || entry.known() || entry.flags != 0) {
-      refuse({"unknown section tag", str(tag), "an optional section this version does not know"});
-    }
-  }
-  if (!meta.hints.qk_score.empty() || !meta.hints.last_use.empty()) {
-    SectionEntry hints;
-    hints.type = kHints;
-    sections.emplace_back(hints.tag(), encode_hints(meta.hints));
-  }
-  if (!meta.packs.empty()) sections.emplace_back(required_tag(kPacks), encode_packs(meta.packs));
-  const auto type = [](const auto& section) { return SectionEntry::from_tag(section.first).type; };
-  std::sort(sections.begin(), sections.end(),
-            [&](const auto& a, const auto& b) { return type(a) < type(b); });
-  const auto twice =
-      std::adjacent_find(sections.begin(), sections.end(),
-                         [&](const auto& a, const auto& b) { return type(a) == type(b); });
-  if (twice != sections.end()) refuse({"unknown", str("section ", type(*twice), " twice"), "once"});
-  if (sections.size() + kRequiredSections > kMaxSections) {
-    refuse({"unknown", str(sections.size(), " sections"),
-            str("at most ", kMaxSections - kRequiredSections)});
-  }
-  return sections;
-}
-
-// The sections in file order: what the table says of them, and the bytes of those that follow the
-// summaries.
-struct Sections {
-  uint64_t metadata_at;
-  std::vector<SectionEntry> entries;
-  std::string metadata;
-
-  void describe(uint32_t tag, uint64_t offset, uint64_t size, uint64_t checksum) {
-    SectionEntry entry = SectionEntry::from_tag(tag);
-    entry.offset = offset;
-    entry.size = size;
-    entry.checksum = checksum;
-    entries.push_back(entry);
-  }
-
-  void add(uint32_t tag, const std::string& bytes) {
-    const uint64_t offset = align_up(metadata_at + metadata.size(), kSectionAlignment);
-    metadata.resize(offset - metadata_at, '\0');
-    metadata += bytes;
-    describe(tag, offset, bytes.size(), xxh3_64(bytes.data(), bytes.size()));
-  }
-};
-
-void check_text(const char* field, const std::string& text, uint64_t limit) {
-  refuse_longer(field, text.size(), limit);
-  if (!is_utf8(text)) refuse({field, "not UTF-8", "UTF-8"});
-}
-
-void check_texts(const SnapshotMeta& meta) {
-  check_text("scorer", meta.scorer, kMaxScorerBytes);
-  check_text("fingerprint", meta.fingerprint, kMaxJsonBytes);
-  check_text("session", meta.session, kMaxJsonBytes);
-}
-
-template <class T>
-std::vector<T> pick(const std::vector<T>& from, const std::vector<int64_t>& which) {
-  std::vector<T> out;
-  if (from.empty()) return out;
-  out.reserve(which.size());
-  for (const int64_t i : which) out.push_back(from[static_cast<size_t>(i)]);
-  return out;
-}
-
 int64_t packs_bytes(int64_t packs, int64_t sealed) {
   SnapshotPacks some;
   some.packs.resize(static_cast<size_t>(packs));
   some.places.resize(static_cast<size_t>(sealed));
   return static_cast<int64_t>(encode_packs(some).size());
-}
-
-// What the file says of these chunks of the content alone.
-SnapshotMeta meta_of(const SnapshotMeta& content, const std::vector<int64_t>& which,
-                     const std::string& fingerprint, const std::string& session) {
-  SnapshotMeta out;
-  out.layout = content.layout;
-  out.scorer = content.scorer;
-  out.summary_page_bytes = content.summary_page_bytes;
-  out.fingerprint = fingerprint;
-  out.session = session;
-  out.chunks = pick(content.chunks, which);
-  out.legacy_names = content.legacy_names;
-  out.hints.qk_score = pick(content.hints.qk_score, which);
-  out.hints.last_use = pick(content.hints.last_use, which);
-  std::vector<TokenId> tokens;
-  for (const int64_t chunk : which) {
-    const TokenId* first = content.tokens.begin() + chunk * content.layout.chunk_tokens;
-    tokens.insert(tokens.end(), first, first + content.chunks[static_cast<size_t>(chunk)].valid);
-  }
-  out.tokens = std::move(tokens);
-  return out;
 }
 
 void check_which(const std::vector<int64_t>& which, size_t chunks) {
@@ -164,14 +42,23 @@ void check_which(const std::vector<int64_t>& which, size_t chunks) {
 }  // namespace
 
 struct SnapshotWriter::Impl {
-  Impl(const std::string& path, const Layout& file_layout, int64_t reserve_bytes, uint32_t mode)
-      : layout(checked(file_layout)), file(path, mode), stream(&file, kFrontBytes) {
+  Impl(const std::string& path, const Layout& file_layout, int64_t reserve_bytes, uint32_t mode,
+       std::shared_ptr<FileCipher> file_cipher)
+      : layout(checked(file_layout)),
+        file(path, mode),
+        cipher(std::move(file_cipher)),
+        stream(&file, kFrontBytes, cipher.get()) {
     if (reserve_bytes < 0) refuse({"reserve_bytes", str(reserve_bytes), "0 or more"});
-    file.reserve(static_cast<uint64_t>(reserve_bytes));
+    reserve(reserve_bytes);
+  }
+
+  // For a file of so many plain bytes; none for none.
+  void reserve(int64_t bytes) {
+    if (bytes > 0) file.reserve(stream.file_bytes(static_cast<uint64_t>(bytes)));
   }
 
   static const Layout& checked(const Layout& layout) {
-    if (const auto problem = check_geometry(layout, 0)) refuse(*problem);
+    refuse_broken(check_geometry(layout, 0));
     return layout;
   }
 
@@ -184,24 +71,24 @@ struct SnapshotWriter::Impl {
   void require_fresh(const char* call, const Layout& content) const;
   void check_against_added(const SnapshotMeta& meta) const;
   std::vector<SnapshotChunk> with_computed_checksums(const SnapshotMeta& meta) const;
-  Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks) const;
 
   void note_added(const SharedArray<uint64_t>& slices);
   void stream_chunks(const SnapshotContent& content, const std::vector<int64_t>& which,
                      std::vector<SnapshotChunk>* records, const SnapshotProgress& progress);
-  // Runs `write`; whatever it throws undoes all that this writer did.
+  // Runs `write`; whatever it throws ends this writer, whose destructor removes what there is.
   template <class Write>
   int64_t all_or_nothing(const Write& write) {
     try {
       return write();
     } catch (...) {
-      file.discard();
+      file.give_up();
       throw;
     }
   }
 
   Layout layout;
   OutputFile file;
+  std::shared_ptr<FileCipher> cipher;
   OutputStream stream;
   std::vector<uint64_t> slice_checksum;    // [chunks][layers] of what was added
   std::vector<uint64_t> summary_checksum;  // [summaries added]
@@ -212,8 +99,8 @@ struct SnapshotWriter::Impl {
 };
 
 SnapshotWriter::SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes,
-                               uint32_t mode)
-    : impl_(std::make_unique<Impl>(path, layout, reserve_bytes, mode)) {}
+                               uint32_t mode, std::shared_ptr<FileCipher> cipher)
+    : impl_(std::make_unique<Impl>(path, layout, reserve_bytes, mode, std::move(cipher))) {}
 
 SnapshotWriter::~SnapshotWriter() = default;
 
@@ -250,7 +137,7 @@ void SnapshotWriter::add_summary(const std::byte* summary, int64_t bytes) {
 
 void SnapshotWriter::Impl::check_against_added(const SnapshotMeta& meta) const {
   if (!(meta.layout == layout)) refuse({"layout", "another one", "the writer's"});
-  if (const auto problem = check_geometry(meta.layout, meta.summary_page_bytes)) refuse(*problem);
+  refuse_broken(check_geometry(meta.layout, meta.summary_page_bytes));
   const OwnChunks own = own_chunks(meta);
   const auto chunks = static_cast<int64_t>(meta.chunks.size()) - static_cast<int64_t>(own.first);
   if (chunks != chunks_added) refuse({"chunks", str(chunks), str(chunks_added, ", as were added")});
@@ -303,46 +190,23 @@ std::vector<SnapshotChunk> SnapshotWriter::Impl::with_computed_checksums(
   return chunks;
 }
 
-Sections SnapshotWriter::Impl::lay_out(const SnapshotMeta& meta,
-                                       const std::vector<SnapshotChunk>& chunks) const {
-  const auto further = further_sections(meta);
-  const OwnChunks own = own_chunks(meta);
-
-  Sections out{stream.size(), {}, {}};
-  const auto payload_bytes = static_cast<uint64_t>(chunks_added * layout.chunk_bytes());
-  const uint64_t summaries_at = kFrontBytes + payload_bytes;
-  out.describe(required_tag(kPayload), kFrontBytes, payload_bytes, payload_checksum(chunks, own));
-  out.describe(required_tag(kSummaries), summaries_at, stream.size() - summaries_at,
-               summaries_checksum(chunks, own));
-  out.add(layout_tag(meta.layout), encode_layout(meta));
-  out.add(required_tag(kFingerprint), meta.fingerprint);
-  out.add(required_tag(kSession), meta.session);
-  out.add(required_tag(kTokens), encode_tokens(meta.tokens));
-  out.add(chunks_tag(meta.legacy_names), encode_chunks(chunks, meta.legacy_names));
-  for (const auto& [tag, bytes] : further) out.add(tag, bytes);
-  return out;
-}
-
 int64_t SnapshotWriter::seal(const SnapshotMeta& meta) {
   Impl& w = *impl_;
   w.require_open("seal");
   w.check_against_added(meta);
   check_texts(meta);
   const std::vector<SnapshotChunk> chunks = w.with_computed_checksums(meta);
-  if (const auto problem = check_chunks(meta.layout, meta.tokens.size(), chunks)) refuse(*problem);
-  if (const auto problem = check_hints(meta.hints, chunks.size())) refuse(*problem);
-  if (!meta.packs.empty()) {
-    if (const auto problem = check_packs(meta.packs, meta.sealed_chunks())) refuse(*problem);
-  }
-  const Sections sections = w.lay_out(meta, chunks);
+  check_sound(meta, chunks);
+  const Sections sections = lay_out(meta, chunks, w.stream.size());
   w.digest = snapshot::logical_digest(meta, chunks);
   refuse_longer("metadata", sections.metadata.size(), kMaxMetadataBytes);
 
   w.stream.append(sections.metadata.data(), sections.metadata.size());
   w.stream.flush();
   w.stream.write_front(encode_front(sections.entries));
-  w.file.seal(w.stream.size());
-  return static_cast<int64_t>(w.stream.size());
+  const uint64_t bytes = w.stream.file_bytes(w.stream.size());
+  w.file.seal(bytes);
+  return static_cast<int64_t>(bytes);
 }
 
 void SnapshotWriter::publish() {
@@ -405,8 +269,7 @@ int64_t SnapshotWriter::write_content(const SnapshotContent& content,
 
   return w.all_or_nothing([&] {
     // Not enough room is better known now than after most of the writing.
-    w.file.reserve(static_cast<uint64_t>(
-        snapshot_file_bytes(meta, sealed, tail, fingerprint, session, /*packs=*/0)));
+    w.reserve(snapshot_file_bytes(meta, sealed, tail, fingerprint, session, /*packs=*/0));
     w.stream_chunks(content, which, &meta.chunks, progress);
     const int64_t bytes = meta.summary_bytes_per_chunk();
     std::vector<std::byte> summary(static_cast<size_t>(bytes));
@@ -414,15 +277,8 @@ int64_t SnapshotWriter::write_content(const SnapshotContent& content,
       const int64_t chunk = which[static_cast<size_t>(i)];
       content.read_summary(chunk, summary.data());
       add_summary(summary.data(), bytes);
-      uint64_t& expected = meta.chunks[static_cast<size_t>(i)].summary_checksum;
-      const uint64_t computed = w.summary_checksum.back();
-      if (expected != 0 && expected != computed) {
-        throw CorruptSnapshotError(
-            str(w.file.path(), ": not saved: the summary of chunk ", chunk,
-                " has bytes of checksum ", computed, ", expected ", expected),
-            chunk, -1, chunk * meta.layout.chunk_tokens, meta.chunks[static_cast<size_t>(i)].valid);
-      }
-      expected = computed;
+      note_summary(w.summary_checksum.back(), chunk, meta.layout, w.file.path(),
+                   &meta.chunks[static_cast<size_t>(i)]);
     }
     const int64_t size = seal(meta);
     w.written = std::move(meta.chunks);
@@ -441,9 +297,8 @@ int64_t SnapshotWriter::write_manifest(const SnapshotContent& content, const Sna
     refuse({"summary_checksum", str(summary_checksum.size(), " values"),
             str("one per sealed chunk, ", sealed)});
   }
-  if (sealed > 0 || !packs.empty()) {  // without sealed chunks it is an ordinary file
-    if (const auto problem = check_packs(packs, meta.sealed_chunks())) refuse(*problem);
-  }
+  // Without sealed chunks it is an ordinary file.
+  if (sealed > 0 || !packs.empty()) refuse_broken(check_packs(packs, meta.sealed_chunks()));
   meta.fingerprint = fingerprint;
   meta.session = session;
   meta.packs = packs;
@@ -470,6 +325,8 @@ Hash128 SnapshotWriter::logical_digest() const {
   return impl_->digest;
 }
 
+const std::string& SnapshotWriter::temporary() const { return impl_->file.temporary(); }
+
 int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
                             const std::string& fingerprint, const std::string& session,
                             int64_t packs) {
@@ -481,7 +338,7 @@ int64_t snapshot_file_bytes(const SnapshotMeta& meta, int64_t sealed, bool tail,
   }
   const int64_t chunks = sealed + (tail ? 1 : 0);
   const int64_t own_sealed = packs > 0 ? 0 : sealed;
-  const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout, meta.legacy_names));
+  const auto each_record = static_cast<int64_t>(chunk_entry_bytes(meta.layout));
   const int64_t sections[] = {
       (own_sealed + (tail ? 1 : 0)) * meta.layout.chunk_bytes(),
       own_sealed * meta.summary_bytes_per_chunk(),

@@ -13,7 +13,7 @@
 #include <numeric>
 #include <string>
 
-#include "kernels/float_environment.h"
+#include "base/float_environment.h"
 #include "shim/races.h"
 #include "shim/switch.h"
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "shim/fibers.h"
 #include "shim/runtime.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "shim/fibers.h"
 #include "shim/races.h"
 

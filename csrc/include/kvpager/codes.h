@@ -42,7 +42,7 @@
 namespace kvpager {
 
 inline constexpr int kQ4Group = 32;  // numbers that share a scale
-// Of least squared error for normal numbers: scripts/q4_levels.py. static: see kernels/half.h.
+// Of least squared error for normal numbers: scripts/q4_levels.py. static: see base/half.h.
 static constexpr int8_t kQ4Levels[16] = {-127, -101, -81, -64, -49, -35, -22, -11,
                                          0,    11,   22,  35,  49,  64,  82,  106};
 

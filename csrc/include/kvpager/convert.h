@@ -18,7 +18,7 @@ struct ConvertedNames {
 
 // `source` with its keys and values in the dtypes of `layout`, which has the source's shape. Each chunk is
 // converted whenever it is read, with the bits that a pager of that layout stores for the numbers that
-// the source's bytes stand for; summaries are made by the source's scorer. There are no checksums before it is
+// the source's bytes stand for; summaries are made of them. There are no checksums before it is
 // written to a self-contained file: no manifest can be made of it.
 // InvalidArgumentError: another shape. Reading a chunk throws what the source does, and
 // InvalidArgumentError if a number does not fit the dtype.

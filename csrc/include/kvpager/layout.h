@@ -23,8 +23,6 @@ namespace kvpager {
 
 inline constexpr int64_t kTileAlignment = 64;
 
-inline constexpr int kMostLayers = 1024;
-
 // Which layers of a model.
 class LayerSet {
  public:

@@ -1,6 +1,6 @@
 // y = x W^T + b, with one order of operations for each element of y: it is the same for
 // every number of rows, every instruction-set tier, any number of threads and any place of the row.
-//
+// On the processor it needs AVX2: the base tier has none of it, and takes what v3 has.
 // Sixteen lanes begin at +0 and go along the depth; elements that are missing at its end are +0.
 //   float32, float16: lane i += x[16 j + i] * w[16 j + i], for j = 0, 1, ...
 //   bfloat16:         lane i += x[32 j + 2 i + 1] * w[32 j + 2 i + 1],

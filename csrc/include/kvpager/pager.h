@@ -37,10 +37,9 @@ struct PagerOptions {
   std::vector<int64_t> smaller_rows;
   bool exact = true;  // false: no forward is, whatever its row count
   Selection selection;
-  std::string scorer = "bits2";  // makes the summary of every sealed chunk
-  int64_t host_bytes = 0;        // arena allocated up front; 0: none
-  int64_t disk_bytes = 0;        // spill budget; 0: none
-  std::string disk_path;         // existing folder; the spill file has no name in it
+  int64_t host_bytes = 0;      // arena allocated up front; 0: none
+  int64_t disk_bytes = 0;      // spill budget; 0: none
+  std::string disk_path;       // existing folder; the spill file has no name in it
   int64_t summary_bytes = -1;  // budget of summaries; -1: enough for all homes of chunks and a pool
   Policy policy = Policy::kQk;
   int32_t recall_chunks = 4;  // most chunks a commit loads into the pool ahead of need
@@ -143,7 +142,9 @@ struct PagerStats {
   int64_t disk_bytes = 0, disk_bytes_used = 0;
   int64_t summary_bytes = 0, summary_bytes_used = 0;
   int64_t chunk_bytes = 0, summary_bytes_per_chunk = 0;
-  int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0, home_chunks = 0;
+  int64_t sequences = 0, records = 0, cached_records = 0, reserved_chunks = 0;
+  int64_t home_chunks = 0,
+          home_chunks_used = 0;  // the latter by what sequences hold, reservations apart
   int64_t forwards = 0, aborted_forwards = 0, rows_committed = 0;
   int64_t chunks_sealed = 0, chunks_shared = 0, chunks_evicted = 0, chunks_recalled = 0;
   int64_t chunks_released = 0;       // by a sequence, behind its window
@@ -151,6 +152,7 @@ struct PagerStats {
   int64_t chunks_forgotten = 0;      // cached ones that gave way, and are found no more
   int64_t chunks_healed = 0;         // recomputed, bit for bit, because a lower copy was damaged
   int64_t summaries_rebuilt = 0;     // from verified payload, because their snapshot's was damaged
+  int64_t tails_paged_out = 0;       // open chunks of idle sequences that gave up their blocks
   int64_t chunks_spilled = 0, slices_streamed = 0, prefix_tokens_reused = 0;
   int64_t bytes_paged_in = 0;   // copied into pool blocks from any lower tier
   int64_t bytes_paged_out = 0;  // from host memory to disk, for room; evicting a block copies none
@@ -242,6 +244,9 @@ class Pager {
   // padding, abort the forward (NonFiniteError: layer, position), on a device at commit.
   void attend(int layer, const TensorView& q, const TensorView& k, const TensorView& v,
               const TensorView& out, const AttendOptions& attend_options, uint64_t of = 0);
+  // The chunks that each (row, kv head) attended to in the last attend(), ascending; none where all are
+  // attended to. Of the cpu alone.
+  std::vector<std::vector<int32_t>> selected(uint64_t of = 0) const;
   // K/V without attention: rows computed elsewhere.
   void write(int layer, const TensorView& k, const TensorView& v, void* stream = nullptr,
              uint64_t of = 0);
@@ -283,8 +288,8 @@ class Pager {
   PinId pin(SequenceId sequence, int64_t start, int64_t stop);
   void unpin(PinId pin);
 
-  // Moves every unpinned, unneeded chunk out of the pool (tests, benches, idle sessions). Changes
-  // no bit.
+  // Moves every unpinned, unneeded chunk out of the pool (tests, benches, idle sessions); idle sequences' open
+  // ones too, as far as there are homes for them, but for a device's. Changes no bit.
   int64_t evict_all();
 
   // The first `upto` positions (-1: all) as they are now, without what was released, for saving while
@@ -302,10 +307,6 @@ class Pager {
   // The name of every full chunk of these tokens under this pager's namespace_key.
   std::vector<ChunkName> chain_hashes(const std::vector<TokenId>& tokens,
                                       const std::string& salt) const;
-  // What snapshots of 1.0 and 1.1 call the same chunks. Nothing may be served by these alone: whoever
-  // chooses token ids can make two texts of one hash.
-  std::vector<Hash128> legacy_chain_hashes(const std::vector<TokenId>& tokens,
-                                           const std::string& salt) const;
 
   std::vector<ChunkInfo> ledger(SequenceId sequence) const;
   PagerStats stats() const;

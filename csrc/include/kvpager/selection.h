@@ -10,8 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,42 +29,33 @@ struct Selection {
   void validate(int64_t chunk_tokens, int64_t rows) const;
 };
 
-// Makes summaries and scores them. Stateless and thread-safe; the same bits on every machine: codes
-// and dots are integers, and the few float steps are single IEEE operations in a fixed order.
-class Scorer {
- public:
-  virtual ~Scorer() = default;
-  virtual const char* name() const = 0;
-  virtual const char* description() const = 0;
+// Summaries of sealed chunks and their scores: two bits per key dimension, within the chunk's own
+// range, and the best token counts (docs/design/01-selection-and-residency.md). Thread-safe; the
+// same bits on every machine: codes and dots are integers, and the few float steps are single IEEE
+// operations in a fixed order.
+namespace bits2 {
 
-  // Bytes of the summary of one (chunk, layer, kv head); a multiple of 64.
-  virtual int64_t summary_bytes(const Layout& layout) const = 0;
-  // k_tile: a sealed page's keys, [k_dim][chunk_tokens] in layout.k_dtype. out: summary_bytes,
-  // fully written.
-  virtual void summarize(const Layout& layout, const std::byte* k_tile, std::byte* out) const = 0;
+inline constexpr const char* kName = "bits2";  // in snapshots
 
-  // A row's queries of one kv group, quantised once per row and layer with one scale for the group.
-  virtual int64_t query_bytes(const Layout& layout, int group) const = 0;
-  // q: [group][k_dim] float32, contiguous.
-  virtual void prepare(const Layout& layout, int group, const float* q, std::byte* query) const = 0;
-  // Real dot product = score * this, for people and for softmax; never for ordering.
-  virtual double query_scale(const std::byte* query) const = 0;
+// Bytes of the summary of one (chunk, layer, kv head); a multiple of 64.
+int64_t summary_bytes(const Layout& layout);
+// k_tile: a sealed page's keys, [k_dim][chunk_tokens] in layout.k_dtype. out: summary_bytes, fully
+// written.
+void summarize(const Layout& layout, const std::byte* k_tile, std::byte* out);
 
-  // scores[i] = the best match of any query head of the group with summary i. Finite for every
-  // input.
-  virtual void score(const Layout& layout, int group, const std::byte* query,
-                     const std::byte* const* summaries, int64_t count, double* scores) const = 0;
-  // The same for many rows, to the same bits: scores[r][i] of queries[r] and summary i. A scorer
-  // whose kernels can reads each summary once for all rows; unless it says so, rows take turns.
-  virtual void score_rows(const Layout& layout, int group, int64_t rows,
-                          const std::byte* const* queries, const std::byte* const* summaries,
-                          int64_t count, double* const* scores) const;
-};
+// A row's queries of one kv group, quantised once per row and layer with one scale for the group.
+int64_t query_bytes(const Layout& layout, int group);
+// q: [group][k_dim] float32, contiguous.
+void prepare(const Layout& layout, int group, const float* q, std::byte* query);
+// Real dot product = score * this, for people and for softmax; never for ordering.
+double query_scale(const std::byte* query);
 
-// Names: bits2 (the default), mean (a cheap baseline) and exact (all keys in float32: an oracle for
-// measurements). Throws InvalidArgumentError that lists the names.
-const Scorer& find_scorer(const std::string& name);
-std::vector<std::string> scorer_names();
+// scores[r][i] = the best match of any head of queries[r] with summary i, each of which is read once for
+// all rows. Finite for every input, and of a row the same whatever rows it is scored with.
+void score_rows(const Layout& layout, int group, int64_t rows, const std::byte* const* queries,
+                const std::byte* const* summaries, int64_t count, double* const* scores);
+
+}  // namespace bits2
 
 // The candidates of a row, [begin, end) in chunks: after the sinks, before the recent window. Empty
 // for kDense and kWindow. Chunks before `held` have no summary, and are left out.

@@ -26,8 +26,7 @@
 namespace kvpager {
 
 inline constexpr uint16_t kSnapshotMajor = 1;
-inline constexpr uint16_t kSnapshotMinor =
-    3;  // newest that is written; the oldest that suffices is
+inline constexpr uint16_t kSnapshotMinor = 0;
 
 // What the file says of one chunk. The last one may be partial (the tail): valid < chunk_tokens.
 struct SnapshotChunk {
@@ -40,10 +39,6 @@ struct SnapshotChunk {
   // Content address: equal for equal payload bytes, chain hash, provenance and valid rows.
   Hash128 content_id() const;
 };
-
-// Of a chunk whose meta says legacy_names: low and high half of the hash are the name's first words, and
-// the others are zero.
-inline Hash128 legacy_hash(const ChunkName& name) { return {name.words[0], name.words[1]}; }
 
 // Optional, outside the logical digest: what residency would like to know.
 struct SnapshotHints {
@@ -77,7 +72,7 @@ struct ReleasedText {
 
 struct SnapshotMeta {
   Layout layout;
-  std::string scorer;              // name; summaries below were made by it
+  std::string scorer;              // what made the summaries below: bits2::kName
   int64_t summary_page_bytes = 0;  // of one (chunk, layer, kv head)
   std::string fingerprint;  // UTF-8 JSON object, opaque here; compared field by field by the caller
   std::string session;      // UTF-8 JSON object, opaque here (pending token, sampler)
@@ -85,9 +80,6 @@ struct SnapshotMeta {
   // Of a frozen sequence: what came before these. Not written: the caller that saves puts it into `session`.
   ReleasedText before;
   std::vector<SnapshotChunk> chunks;
-  // The chunks' names are the XXH3-128 chain hashes of versions 1.0 and 1.1, and the file is written as
-  // one of those: new names need the salt, which is not known here.
-  bool legacy_names = false;
   SnapshotHints hints;
   SnapshotPacks packs;  // of a manifest; empty: self-contained
   // Sections this version does not know, kept byte for byte so that write(read(x)) == x.
@@ -121,10 +113,27 @@ class SnapshotContent {
   virtual void read_summary(int64_t chunk, std::byte* out) const = 0;
 };
 
+// Encrypts a file while it is written: its front, then the rest in blocks of one size, the last of them
+// shorter. Used by one thread at a time.
+class FileCipher {
+ public:
+  virtual ~FileCipher() = default;
+
+  virtual uint64_t block_bytes() const = 0;   // of plain text: a power of two, at most 1 MiB
+  virtual uint64_t header_bytes() const = 0;  // at the beginning of the file
+  virtual uint64_t tag_bytes() const = 0;     // by which each block grows
+  // The header of a file of so many plain bytes.
+  virtual std::string header(uint64_t plain_bytes) = 0;
+  // Writes the cipher text of consecutive blocks to `out`, one tag_bytes() longer for each. `first`: number
+  // of the first one; the front is block 0, alone.
+  virtual void encrypt(uint64_t first, const std::byte* plain, uint64_t bytes, std::byte* out) = 0;
+};
+
 // Streams chunks out in order, then summaries, then metadata:
 //   (add_chunk)* (add_summary)* seal publish     or     write_content  (all of it, but publish)
-// Destroying an unpublished writer removes the temporary file. Errors are StorageError with the path
-// and the system's words (disk full, read-only...).
+// Destroying an unpublished writer removes the temporary file, also of one that has failed, so that a
+// store can do it under its lock. Errors are StorageError with the path and the system's words (disk
+// full, read-only...).
 class SnapshotWriter {
  public:
   // Refuses an existing directory, a missing parent folder and an unwritable one before any byte is
@@ -133,9 +142,10 @@ class SnapshotWriter {
   // cuts what was not needed. The temporary is flock()ed exclusively for as long as it exists, and
   // the published file until this writer is destroyed, so that others can tell whether its writer
   // lives. mode: the file's permissions, 0600 and more bits of 0666; a file that has the name keeps
-  // those that it lacks.
+  // those that it lacks. With a cipher no plain byte is written; sizes are those of the encrypted file,
+  // but for reserve_bytes, which is of plain bytes.
   explicit SnapshotWriter(const std::string& path, const Layout& layout, int64_t reserve_bytes = 0,
-                          uint32_t mode = 0600);
+                          uint32_t mode = 0600, std::shared_ptr<FileCipher> cipher = nullptr);
   ~SnapshotWriter();
   SnapshotWriter(const SnapshotWriter&) = delete;
   SnapshotWriter& operator=(const SnapshotWriter&) = delete;
@@ -173,6 +183,37 @@ class SnapshotWriter {
   // SnapshotReader::logical_digest of the file, known before it has its name.
   // InvalidArgumentError before seal.
   Hash128 logical_digest() const;
+  // Name of the temporary file, in the folder of the path; empty once there is none.
+  const std::string& temporary() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The file that write_content would write of all chunks of a content, in pieces that are made when they
+// are read: there is neither a file nor a copy of the whole. Thread-safe; the content stays as long
+// as this.
+class SnapshotImage {
+ public:
+  // Reads every chunk and summary once, for their checksums, which the front has. Throws what
+  // write_content throws, but for StorageError of a disk.
+  SnapshotImage(std::shared_ptr<const SnapshotContent> content, const std::string& fingerprint,
+                const std::string& session);
+  ~SnapshotImage();
+  SnapshotImage(const SnapshotImage&) = delete;
+  SnapshotImage& operator=(const SnapshotImage&) = delete;
+
+  // Of the file, and as SnapshotReader will say of it.
+  int64_t file_bytes() const;
+  Hash128 logical_digest() const;
+
+  // How many pieces there are; one behind the other they are the file. None is larger than a chunk, a
+  // summary, the front or the metadata.
+  int64_t pieces() const;
+  int64_t piece_bytes(int64_t piece) const;
+  // Into out[piece_bytes(piece)]. CorruptSnapshotError for a chunk that is no longer what it was.
+  void read_piece(int64_t piece, std::byte* out) const;
 
  private:
   struct Impl;
@@ -193,6 +234,25 @@ struct SnapshotDamage {
   std::string message;
 };
 
+// The bytes of a file that never changes, read by range: a local file, an object of a remote store, the
+// plain text of an encrypted file. Thread-safe.
+class ByteRanges {
+ public:
+  virtual ~ByteRanges() = default;
+
+  virtual const std::string& path() const = 0;  // for messages
+  virtual uint64_t bytes() const = 0;           // in all
+  // Copies bytes [offset, offset + bytes) to `out`. `what` names them in messages.
+  // StorageError if they cannot be read, CorruptSnapshotError if the file ends before.
+  virtual void read(std::byte* out, uint64_t bytes, uint64_t offset,
+                    const std::function<std::string()>& what) const = 0;
+  // A hint that these bytes will be read soon. Does not block.
+  virtual void will_need(uint64_t bytes, uint64_t offset) const noexcept = 0;
+};
+
+// Opens a file by its path. Throws StorageError if there is none.
+using RangesOpener = std::function<std::shared_ptr<const ByteRanges>(const std::string& path)>;
+
 // An opened snapshot. Holds descriptors, never a mapping: a file that shrinks or rots underneath
 // gives CorruptSnapshotError, not a signal. Thread-safe for reads.
 class SnapshotReader : public SnapshotContent {
@@ -201,8 +261,11 @@ class SnapshotReader : public SnapshotContent {
   // CorruptSnapshotError, UnsupportedVersionError or StorageError, with the path and what is wrong.
   // A manifest's packs are opened too, in `packs_folder`, by default ../packs as seen from the
   // manifest, and held with a shared flock; their sizes are checked, their bytes when they are read.
+  // With an opener, snapshot and packs are read through what it returns for their paths, and nothing is
+  // locked.
   static std::shared_ptr<SnapshotReader> open(const std::string& path,
-                                              const std::string& packs_folder = "");
+                                              const std::string& packs_folder = "",
+                                              const RangesOpener& opener = {});
   // A snapshot put together from sealed chunks of opened files, in this order: (file, chunk). Layout
   // and scorer must agree (InvalidArgumentError); the fingerprint is the first one's.
   static std::shared_ptr<SnapshotReader> gather(
@@ -212,7 +275,6 @@ class SnapshotReader : public SnapshotContent {
 
   const std::string& path() const;
   const SnapshotMeta& meta() const override;
-  uint16_t minor_version() const;
   int64_t file_bytes() const;  // of the file itself, without packs
   // A digest of the logical section (layout, fingerprint, tokens, provenance, payload checksums,
   // summaries' checksum): equal for equal content, whatever the hints and wherever the chunks are.

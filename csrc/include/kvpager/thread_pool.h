@@ -36,7 +36,7 @@ class ThreadPool {
 
   int threads() const;
 
-  // What calls that use these threads need while they run (kernels/workspaces.h), and its bytes.
+  // What calls that use these threads need while they run (base/workspaces.h), and its bytes.
   Workspaces& workspaces();
   int64_t workspace_bytes() const;
 

@@ -32,6 +32,11 @@ using PinId = Index<struct PinTag, int64_t>;            // never reused within a
 
 using TokenId = int32_t;
 
+// The most a layout has (kvpager/layout.h).
+inline constexpr int kMostLayers = 1024;
+inline constexpr int kMostDim = 512;  // of keys or values of a head
+inline constexpr int kMostChunkTokens = 256;
+
 // Element types: of tensors, the floats; of keys and values in chunks, codes too (kvpager/codes.h).
 enum class DType : uint8_t {
   kFloat32 = 0,

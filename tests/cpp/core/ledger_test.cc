@@ -29,15 +29,6 @@ RecordId sealed(Ledger* ledger, const std::vector<TokenId>& tokens = kTokens,
   return id;
 }
 
-// A chunk that was computed after another one.
-RecordId sealed_after(Ledger* ledger, RecordId previous,
-                      const std::vector<TokenId>& tokens = kTokens) {
-  const RecordId id = sealed(ledger, tokens, (*ledger)[previous].name);
-  (*ledger)[id].index = (*ledger)[previous].index + 1;
-  (*ledger)[id].previous = ledger->ref(previous);
-  return id;
-}
-
 std::optional<RecordId> find(const Ledger& ledger, const std::vector<TokenId>& tokens = kTokens,
                              const ChunkName& parent = {}) {
   return ledger.find(name_of(tokens, parent), tokens.data(), static_cast<int64_t>(tokens.size()));
@@ -131,53 +122,6 @@ TEST_CASE("a name alone is not believed: tokens and their number are compared") 
   CHECK(ledger.find(name, kTokens.data(), 4) == id);
   CHECK_FALSE(ledger.find(name, other.data(), 4).has_value());
   CHECK_FALSE(ledger.find(name, kTokens.data(), 3).has_value());
-}
-
-TEST_CASE("a chunk follows the very record it was computed after, and no other of that name") {
-  Ledger ledger;
-  const RecordId first = sealed(&ledger);
-  const RecordId twin = sealed(&ledger);  // the same name, or one that collides with it
-  const RecordId second = sealed_after(&ledger, first);
-  CHECK(ledger.follows(first, RecordId()));
-  CHECK(ledger.follows(second, first));
-  CHECK_FALSE(ledger.follows(second, twin));
-  CHECK_FALSE(ledger.follows(second, RecordId()));
-  CHECK_FALSE(ledger.follows(first, twin));
-  CHECK_FALSE(ledger.orphaned(first));
-  CHECK_FALSE(ledger.orphaned(second));
-}
-
-TEST_CASE("what takes the place of a dropped record is not what the chunk after it follows") {
-  Ledger ledger;
-  const RecordId first = sealed(&ledger);
-  const RecordId second = sealed_after(&ledger, first);
-  ledger.drop(first);
-  CHECK(ledger.orphaned(second));
-  const RecordId again = sealed(&ledger);
-  REQUIRE(again == first);  // the same place of the ledger
-  CHECK_FALSE(ledger.follows(second, again));
-  CHECK(ledger.orphaned(second));
-  ledger.adopt_orphan(second, again);
-  CHECK(ledger.follows(second, again));
-  CHECK_FALSE(ledger.orphaned(second));
-}
-
-TEST_CASE("what a chunk follows is not changed while that exists") {
-  Ledger ledger;
-  const RecordId first = sealed(&ledger);
-  const RecordId twin = sealed(&ledger);
-  const RecordId second = sealed_after(&ledger, first);
-  ledger.adopt_orphan(second, twin);
-  CHECK(ledger.follows(second, first));
-  CHECK_FALSE(ledger.follows(second, twin));
-}
-
-TEST_CASE("a chunk after tokens that are not known any more is orphaned") {
-  Ledger ledger;
-  const RecordId id = sealed(&ledger);
-  ledger[id].index = 7;
-  CHECK(ledger.orphaned(id));
-  CHECK_FALSE(ledger.follows(id, RecordId()));
 }
 
 TEST_CASE("the first record of a name stays the one that is found") {

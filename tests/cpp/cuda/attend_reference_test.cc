@@ -14,7 +14,6 @@
 namespace kvpager::testing {
 namespace {
 
-constexpr DType kDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
                              DType::kQ4};
 
@@ -28,14 +27,6 @@ ForwardOptions with_scratch(ForwardOptions options, Way way, const Shape& shape,
   if (way == Way::kWalk) options.scratch_bytes = states * state;            // totals
   if (way == Way::kManyRounds) options.scratch_bytes = 2 * states * state;  // one split and totals
   return options;
-}
-
-int64_t differing(const std::vector<std::vector<float>>& a,
-                  const std::vector<std::vector<float>>& b) {
-  if (a.size() != b.size()) return -1;
-  int64_t count = 0;
-  for (size_t i = 0; i < a.size(); ++i) count += testing::differing(a[i], b[i]);
-  return count;
 }
 
 // The values of a test, or the first of them where time is short.
@@ -124,23 +115,10 @@ TEST_CASE("waves of staged chunks, each in a call of its own, have the bits of o
     shape.sinks = window == 0;
     const int64_t length = 16 * 150 + 3;
     Sequence first(layout_of(shape), length, 1), second(layout_of(shape), 16 * 66, 2);
-    std::vector<Row> rows;
     // Some rows see no chunk of the later waves, and with a window none of the earlier ones.
-    for (const int64_t position : {length - 1, length - 2, int64_t{16 * 64}, int64_t{40}}) {
-      Row row;
-      row.position = position;
-      row.query_seed = static_cast<uint32_t>(rows.size());
-      rows.push_back(row);
-    }
-    Row padding;
-    padding.sequence = -1;
-    rows.insert(rows.begin() + 1, padding);
-    for (const int64_t position : {int64_t{16 * 66 - 1}, int64_t{3}}) {
-      Row row;
-      row.sequence = 1;
-      row.position = position;
-      rows.push_back(row);
-    }
+    std::vector<Row> rows = rows_at({length - 1, length - 2, 16 * 64, 40});
+    rows.insert(rows.begin() + 1, padding_row());
+    for (const Row& row : rows_at({16 * 66 - 1, 3}, 1)) rows.push_back(row);
     const auto expected = attend(shape, {&first, &second}, rows);
     for_each_device([&](device::Device& device) {
       for (const Way way : kWays) {
@@ -164,7 +142,7 @@ TEST_CASE("keys, values and queries of any dtypes, head dimensions to 512 and ch
   int at = 0;
   for (const DType keys : kStored) {
     for (const DType values : kStored) {
-      for (const DType io : kDtypes) {
+      for (const DType io : kDTypes) {
         Shape shape;
         shape.dtype = keys;
         shape.value_dtype = values;
@@ -182,34 +160,21 @@ TEST_CASE("keys, values and queries of any dtypes, head dimensions to 512 and ch
         CAPTURE(at);
         const int64_t length = shape.tokens * (shape.tokens == 256 ? 9 : 17) + 5;
         Sequence sequence(layout_of(shape), length, static_cast<uint32_t>(at));
-        std::vector<Row> rows;
-        for (const int64_t position : {length - 1, int64_t{0}, length / 2}) {
-          Row row;
-          row.position = position;
-          row.query_seed = static_cast<uint32_t>(rows.size());
-          rows.push_back(row);
-        }
-        check_everywhere(shape, {&sequence}, rows);
+        check_everywhere(shape, {&sequence}, rows_at({length - 1, 0, length / 2}));
       }
     }
   }
 }
 
 TEST_CASE("a row alone has the bits of the row among sixty-four, at other addresses") {
-  for (const DType dtype : kDtypes) {
+  for (const DType dtype : kDTypes) {
     Shape shape;
     shape.dtype = dtype;
     shape.tokens = 16;
     shape.group = 4;
     shape.window = dtype == DType::kFloat16 ? 75 : 0;
     Sequence sequence(layout_of(shape), 16 * 20 + 5, 6);
-    std::vector<Row> rows;
-    for (int i = 0; i < 64; ++i) {
-      Row row;
-      row.position = sequence.length() - 64 + i;
-      row.query_seed = static_cast<uint32_t>(i);
-      rows.push_back(row);
-    }
+    const std::vector<Row> rows = last_rows(sequence, 64);
     for_each_device([&](device::Device& device) {
       DeviceForward many(device, shape, {&sequence}, rows);
       const auto together = many.attend();
@@ -247,8 +212,7 @@ TEST_CASE("rows without keys, padding and forwards without rows are zeros and no
     Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
     std::vector<Row> rows = rows_of(shape, 1.0f);
     for (Row& row : rows) row.selected = {{}, {static_cast<int32_t>(row.position / shape.tokens)}};
-    Row padding;
-    padding.sequence = -1;
+    const Row padding = padding_row();
     rows.insert(rows.begin() + 3, padding);
     const auto outputs = check_everywhere(shape, {&sequence}, rows);
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -307,7 +271,7 @@ TEST_CASE("every order in which the shim runs warps and blocks gives the CPU's b
 }
 
 TEST_CASE("reference attention is softmax attention in binary64 within rounding") {
-  for (const DType dtype : kDtypes) {
+  for (const DType dtype : kDTypes) {
     for (const bool capped : {false, true}) {
       Shape shape = small_shape(dtype);
       shape.softcap = capped ? 5.0f : 0.0f;
@@ -337,7 +301,7 @@ TEST_CASE("reference attention is softmax attention in binary64 within rounding"
 }
 
 TEST_CASE("denormals in queries, keys, values and outputs count in full on a device") {
-  for (const DType dtype : kDtypes) {
+  for (const DType dtype : kDTypes) {
     CAPTURE(std::string(dtype_name(dtype)));
     Shape shape = small_shape(dtype);
     const float tiny = least_normal(dtype) / 2;
@@ -389,7 +353,7 @@ TEST_CASE("zeros keep the signs IEEE gives them on a device") {
                ? -0.0f
                : 0.0f;
   };
-  for (const DType dtype : kDtypes) {
+  for (const DType dtype : kDTypes) {
     const Shape shape = small_shape(dtype);
     Sequence zeros(layout_of(shape), kLength, zero, zero);
     check_everywhere(shape, {&zeros}, rows_of(shape, 1.0f));
@@ -462,20 +426,16 @@ TEST_CASE("windows of every reach around a chunk's and a split's borders have th
 }
 
 TEST_CASE("bytes a row does not see cannot reach it on a device, whatever they are") {
-  for (const DType dtype : kDtypes) {
+  for (const DType dtype : kDTypes) {
     for (const uint32_t junk :
          some_of({0xFFFFFFFFu, 0x7F800001u, 0x7F800000u, 0xFC00FC00u, 0x7F7FFFFFu, 0x00010001u})) {
       CAPTURE(junk);
       Shape shape = small_shape(dtype);
       shape.window = 40;
       Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
-      std::vector<Row> rows;
-      for (int64_t position = 131; position < 139; ++position) {  // all in one chunk
-        Row row;
-        row.position = position;
-        row.query = noisy_query(shape, static_cast<uint64_t>(position), 1.0f);
-        rows.push_back(row);
-      }
+      // All in one chunk.
+      const std::vector<Row> rows =
+          noisy_rows(shape, {131, 132, 133, 134, 135, 136, 137, 138}, 1.0f);
       const auto expected = attend(shape, {&sequence}, rows);
       for (int64_t t = 0; t <= rows.front().position - shape.window; ++t) {
         spoil(layout_of(shape), sequence, t, junk);
@@ -513,12 +473,9 @@ TEST_CASE("a query that is not finite spoils its own row as on the CPU, and no o
       shape.window = window;
       Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
       std::vector<Row> rows = rows_of(shape, 1.0f);
-      for (int64_t position = 200; position < 216; ++position) {
-        Row row;
-        row.position = position;
-        row.query = noisy_query(shape, static_cast<uint64_t>(position), 1.0f);
-        rows.push_back(row);
-      }
+      std::vector<int64_t> more(16);
+      std::iota(more.begin(), more.end(), 200);
+      for (const Row& row : noisy_rows(shape, more, 1.0f)) rows.push_back(row);
       const auto expected = attend(shape, {&sequence}, rows);
       const auto is_bad = [&](size_t i) { return i % 2 == 0 || i > 12; };
       for (size_t i = 0; i < rows.size(); ++i) {

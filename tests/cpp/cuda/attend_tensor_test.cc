@@ -54,13 +54,6 @@ Outputs run(device::Device& device, const Shape& shape, const std::vector<Sequen
   return forward.attend(gpu::Attention::kTensor);
 }
 
-int64_t differing(const Outputs& a, const Outputs& b) {
-  if (a.size() != b.size()) return -1;
-  int64_t count = 0;
-  for (size_t i = 0; i < a.size(); ++i) count += testing::differing(a[i], b[i]);
-  return count;
-}
-
 // The rows' outputs, each computed in a forward of its own.
 Outputs each_alone(device::Device& device, const Shape& shape,
                    const std::vector<Sequence*>& sequences, const std::vector<Row>& rows,
@@ -116,74 +109,47 @@ double worst_error(const Shape& shape, const std::vector<Sequence*>& sequences,
   return worst;
 }
 
-std::vector<Row> rows_at(const std::vector<int64_t>& positions, int sequence = 0) {
-  std::vector<Row> rows;
-  for (const int64_t position : positions) {
-    Row row;
-    row.sequence = sequence;
-    row.position = position;
-    row.query_seed = static_cast<uint32_t>(position * 3 + sequence + 1);
-    rows.push_back(row);
+ForwardOptions with_small_queries(int32_t small) {
+  ForwardOptions options;
+  options.small_queries = small;
+  return options;
+}
+
+TEST_CASE("tensor attention is there for usual head dimensions, of 16-bit elements and of q8") {
+  const auto shape_of = [](DType stored, DType query, int dim) {
+    gpu::Shape shape;
+    shape.chunk_tokens = 64;
+    shape.k_dim = shape.v_dim = dim;
+    shape.k_dtype = shape.v_dtype = stored;
+    shape.q_dtype = query;
+    return shape;
+  };
+  constexpr DType kBF16 = DType::kBFloat16, kF16 = DType::kFloat16, kQ8 = DType::kQ8;
+  const gpu::Shape floats = shape_of(kBF16, kBF16, 128), codes = shape_of(kQ8, kBF16, 128);
+  std::vector<gpu::Shape> without = {shape_of(kBF16, DType::kFloat32, 128),
+                                     shape_of(kQ8, kF16, 128), shape_of(kQ8, DType::kFloat32, 128),
+                                     shape_of(kQ8, kBF16, 96), shape_of(DType::kQ4, kBF16, 128)};
+  for (const int dim : {32, 80, 256, 512}) without.push_back(shape_of(kBF16, kBF16, dim));
+  for (const int tokens : {16, 32, 128, 256}) {
+    without.push_back(floats);
+    without.back().chunk_tokens = tokens;
   }
-  return rows;
-}
-
-TEST_CASE("tensor attention is there for 16-bit elements of one type and usual head dimensions") {
-  gpu::Shape shape;
-  shape.chunk_tokens = 64;
-  shape.k_dim = shape.v_dim = 128;
-  shape.k_dtype = shape.v_dtype = shape.q_dtype = DType::kBFloat16;
+  without.push_back(floats);
+  without.back().v_dim = 64;
+  without.push_back(floats);
+  without.back().v_dtype = kF16;
+  without.push_back(codes);
+  without.back().v_dtype = DType::kQ4;
   for_each_device([&](device::Device& device) {
-    const auto has = [&](gpu::Shape s) {
-      return device.api().tensor_attention_shared_bytes(&s) > 0;
+    const auto has = [&](const gpu::Shape& shape) {
+      return device.api().tensor_attention_shared_bytes(&shape) > 0;
     };
-    CHECK(has(shape));
-    for (const int dim : {32, 80, 256, 512}) {
-      gpu::Shape other = shape;
-      other.k_dim = other.v_dim = dim;
-      CHECK(!has(other));
+    CHECK(has(floats));
+    CHECK(has(codes));
+    for (size_t i = 0; i < without.size(); ++i) {
+      CAPTURE(i);
+      CHECK(!has(without[i]));
     }
-    for (const int tokens : {16, 32, 128, 256}) {
-      gpu::Shape other = shape;
-      other.chunk_tokens = tokens;
-      CHECK(!has(other));
-    }
-    gpu::Shape other = shape;
-    other.v_dim = 64;
-    CHECK(!has(other));
-    other = shape;
-    other.v_dtype = DType::kFloat16;
-    CHECK(!has(other));
-    other = shape;
-    other.q_dtype = DType::kFloat32;
-    CHECK(!has(other));
-  });
-}
-
-TEST_CASE("tensor attention is there for q8 and queries of bfloat16") {
-  gpu::Shape shape;
-  shape.chunk_tokens = 64;
-  shape.k_dim = shape.v_dim = 128;
-  shape.k_dtype = shape.v_dtype = DType::kQ8;
-  shape.q_dtype = DType::kBFloat16;
-  for_each_device([&](device::Device& device) {
-    const auto has = [&](gpu::Shape s) {
-      return device.api().tensor_attention_shared_bytes(&s) > 0;
-    };
-    CHECK(has(shape));
-    for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
-      gpu::Shape other = shape;
-      other.q_dtype = dtype;
-      CHECK(!has(other));
-    }
-    gpu::Shape other = shape;
-    other.k_dim = other.v_dim = 96;
-    CHECK(!has(other));
-    other = shape;
-    other.v_dtype = DType::kQ4;
-    CHECK(!has(other));
-    other.k_dtype = DType::kQ4;
-    CHECK(!has(other));
   });
 }
 
@@ -196,8 +162,7 @@ TEST_CASE("tensor attention takes the shared memory that it says, and no less wi
     Sequence sequence(layout_of(shape), 100, 3);
     const gpu::Shape kernel_shape = kernel_shape_of(layout_of(shape), shape.group, shape.io());
     const int64_t bytes = plain->api().tensor_attention_shared_bytes(&kernel_shape);
-    ForwardOptions options;
-    options.small_queries = kOnlyLarge;
+    ForwardOptions options = with_small_queries(kOnlyLarge);
     for (const int64_t limit : {bytes, bytes - 1}) {
       const Environment shared("KVPAGER_SHIM_SHARED", std::to_string(limit));
       const std::shared_ptr<device::Device> limited = device::Device::open("shim");
@@ -226,8 +191,7 @@ TEST_CASE("every head dimension and element type is right, for few rows and many
         const std::vector<Row> rows = rows_at({n - 1, 0, n / 2, n - 2, 63, 64, n - 9});
         for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
           CAPTURE(small);
-          ForwardOptions options;
-          options.small_queries = small;
+          ForwardOptions options = with_small_queries(small);
           CHECK(worst_error(shape, {&sequence}, rows,
                             run(device, shape, {&sequence}, rows, options)) < 2);
         }
@@ -279,8 +243,7 @@ TEST_CASE("waves of staged chunks, each in a call of its own, have the bits of o
         Sequence first(layout_of(shape), length, 1), second(layout_of(shape), 64 * 66, 2);
         // Some rows see no chunk of the later waves, and with a window none of the earlier ones.
         std::vector<Row> rows = rows_at({length - 1, length - 2, 64 * 64, 64 * 64 - 1, 40});
-        Row padding;
-        padding.sequence = -1;
+        const Row padding = padding_row();
         rows.insert(rows.begin() + 1, padding);
         for (const Row& row : rows_at({64 * 66 - 1, 3}, 1)) rows.push_back(row);
         const Outputs expected = run(device, shape, {&first, &second}, rows);
@@ -289,8 +252,7 @@ TEST_CASE("waves of staged chunks, each in a call of its own, have the bits of o
           for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
             CAPTURE(static_cast<int>(cut));
             CAPTURE(small);
-            ForwardOptions options;
-            options.small_queries = small;
+            ForwardOptions options = with_small_queries(small);
             options.staged_percent = 70;
             DeviceForward forward(device, shape, {&first, &second}, rows,
                                   cut_as(options, cut, shape, {&first, &second}, rows));
@@ -313,8 +275,7 @@ void check_row_alone(device::Device& device, const Shape& shape, int64_t length,
   for (int i = 0; i < rows_together; ++i) positions.push_back(length - rows_together + i);
   const std::vector<Row> rows = rows_at(positions);
   const std::vector<Row> some = {rows[0], rows[rows.size() / 2], rows.back()};
-  ForwardOptions options;
-  options.small_queries = kOnlySmall;
+  ForwardOptions options = with_small_queries(kOnlySmall);
   const Outputs alone = each_alone(device, shape, {&sequence}, some, options);
   for (const Cut cut : kCuts) {
     for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
@@ -370,8 +331,7 @@ TEST_CASE("what other rows select or see changes no bit of a row") {
         row.selected = random_selection(dice, shape, row.position);
         rows.push_back(row);
       }
-      ForwardOptions options;
-      options.small_queries = kOnlySmall;
+      ForwardOptions options = with_small_queries(kOnlySmall);
       const std::vector<Row> some = {rows[0], rows[7], rows[19]};
       const Outputs alone = each_alone(device, shape, {&sequence}, some, options);
       for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
@@ -399,8 +359,7 @@ TEST_CASE("a weight of zero adds nothing, however large the values of later rows
       // A row before the large values, alone, and together with a row after them.
       const std::vector<Row> rows = rows_at({seen - 1, 127});
       for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
-        ForwardOptions options;
-        options.small_queries = small;
+        ForwardOptions options = with_small_queries(small);
         const Outputs alone = run(device, shape, {&sequence}, {rows[0]}, options);
         const Outputs together = run(device, shape, {&sequence}, rows, options);
         CHECK(differing({together[0]}, alone) == 0);
@@ -428,8 +387,7 @@ TEST_CASE("a zero has one sign, whatever the zeros it is a sum of") {
     std::vector<Row> rows = rows_at({top, top + 63});
     for (Row& row : rows) row.query.assign(64, 1.0f);
     for (const int32_t small : {kOnlySmall, kOnlyLarge}) {
-      ForwardOptions options;
-      options.small_queries = small;
+      ForwardOptions options = with_small_queries(small);
       const Outputs together = run(device, shape, {&sequence}, rows, options);
       const Outputs alone = run(device, shape, {&sequence}, {rows[0]}, options);
       for (const Outputs& outputs : {together, alone}) {
@@ -454,8 +412,7 @@ TEST_CASE("chunks that nobody selects may hold anything") {
           list.push_back(last);
         }
       }
-      ForwardOptions options;
-      options.small_queries = small;
+      ForwardOptions options = with_small_queries(small);
       const Outputs clean = run(device, shape, {&sequence}, rows, options);
       CHECK(worst_error(shape, {&sequence}, rows, clean) < 2);
       for (int64_t t = 0; t < sequence.length(); ++t) {
@@ -480,8 +437,7 @@ TEST_CASE("groups of 64 chunks that no row selects from, two in a row, are passe
       std::vector<Row> rows = rows_at({64 * 200 + 8, 64 * 199 + 2});
       rows[0].selected = {{1, 9, 63, 192, 198, 200}};
       rows[1].selected = {{0, 9, 40, 195, 199}};
-      ForwardOptions options;
-      options.small_queries = kOnlySmall;
+      ForwardOptions options = with_small_queries(kOnlySmall);
       const Outputs expected = run(device, shape, {&sequence}, rows, options);
       CHECK(worst_error(shape, {&sequence}, rows, expected) < 2);
       options.small_queries = kOnlyLarge;
@@ -508,8 +464,7 @@ TEST_CASE("a row that sees no key is zeros, with sinks or without") {
           rows[0].selected = {{6}, {6}};
           rows[1].selected = {{}, {0}};  // nothing, and what is outside the window
           rows[2].selected = {{5}, {}};
-          ForwardOptions options;
-          options.small_queries = small;
+          ForwardOptions options = with_small_queries(small);
           options.stray_selection = true;
           const Outputs outputs = run(device, shape, {&sequence}, rows, options, cut);
           for (const float x : outputs[1]) CHECK(float_bits(x) == 0);
@@ -530,8 +485,7 @@ TEST_CASE("a query that is not a number spoils its own output and no other") {
       Sequence sequence(layout_of(shape), 300, 5);
       std::vector<Row> rows = rows_at({299, 298, 297, 150});
       for (Row& row : rows) row.query = noisy_query(shape, row.query_seed, 1.0f);
-      ForwardOptions options;
-      options.small_queries = small;
+      ForwardOptions options = with_small_queries(small);
       const Outputs clean = run(device, shape, {&sequence}, rows, options);
       for (float& x : rows[1].query) x = kNaN;
       rows[3].query.assign(rows[3].query.size(), kInfinity);
@@ -550,8 +504,7 @@ TEST_CASE("a launch made for the most rows serves any later forward at the same 
     Sequence first(layout_of(shape), 64 * 70 + 3, 1), second(layout_of(shape), 90, 2);
     std::vector<Row> many = rows_at({4400, 4401, 4402, 4403, 4404, 4405, 4406, 4407, 4408});
     for (const Row& row : rows_at({88, 89, 40}, 1)) many.push_back(row);
-    Row padding;
-    padding.sequence = -1;
+    const Row padding = padding_row();
     many.push_back(padding);
     ForwardOptions options;
     options.capture_counts = true;

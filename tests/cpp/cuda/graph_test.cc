@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/scorer_params.h"
 #include "kvpager/selection.h"
 #include "problem.h"
 #include "random_problem.h"
@@ -63,13 +62,13 @@ struct LayerLaunches {
   gpu::SelectParams select;
   gpu::AttendParams attend;
 
-  LayerLaunches(DeviceForward& forward, const gpu::ScorerParams& scorer, device::Memory& scratch,
+  LayerLaunches(DeviceForward& forward, int64_t summary_page_bytes, device::Memory& scratch,
                 gpu::Attention attention) {
     write = forward.write_params();
     select.shape = forward.kernel_shape();
     select.tables = forward.tables();
     select.counts = forward.counts();
-    select.scorer = scorer;
+    select.summary_page_bytes = summary_page_bytes;
     select.layer = write.layer;
     attend = forward.attend_params(attention);
     select.q = attend.q;
@@ -105,13 +104,12 @@ struct Setup {
       sequences.emplace_back(layout_of(shape), length, static_cast<uint32_t>(length));
       pointers.push_back(&sequences.back());
     }
-    const Scorer& rule = find_scorer("bits2");
-    scorer = gpu::scorer_params(rule, layout);
+    summary_page_bytes = bits2::summary_bytes(layout);
     options.layers = 2;
     options.layer = 1;
     options.max_rows = kMaxRows;
     options.capture_counts = true;
-    options.summary_page_bytes = scorer.summary_page_bytes;
+    options.summary_page_bytes = summary_page_bytes;
     options.scratch_bytes = scratch_bytes;
   }
 
@@ -120,7 +118,7 @@ struct Setup {
   Layout layout;
   std::vector<Sequence> sequences;
   std::vector<Sequence*> pointers;
-  gpu::ScorerParams scorer;
+  int64_t summary_page_bytes = 0;
   ForwardOptions options;
 };
 
@@ -138,8 +136,8 @@ void replays_equal_launches(const Setup& setup) {
   DeviceForward direct(*device, setup.shape, setup.pointers, {}, setup.options);
   device::Memory captured_scratch = select_scratch(*device, captured);
   device::Memory direct_scratch = select_scratch(*device, direct);
-  const LayerLaunches nodes(captured, setup.scorer, captured_scratch, setup.attention);
-  const LayerLaunches launches(direct, setup.scorer, direct_scratch, setup.attention);
+  const LayerLaunches nodes(captured, setup.summary_page_bytes, captured_scratch, setup.attention);
+  const LayerLaunches launches(direct, setup.summary_page_bytes, direct_scratch, setup.attention);
 
   // Captured while the tables hold a forward of its own, none of which runs.
   const Forward first = random_forward(dice, setup.sequences);
@@ -158,13 +156,13 @@ void replays_equal_launches(const Setup& setup) {
     CAPTURE(i);
     const Forward forward = random_forward(dice, setup.sequences);
     captured.load(forward.rows, forward.commit, 10 + i);
-    captured.summarize(setup.scorer);
+    captured.summarize(setup.summary_page_bytes);
     device->check(shim.replay(graph, captured.stream().get()), "replay");
     const auto replayed = captured.read_out();
     CHECK(captured.read_status() == gpu::kNoFailure);
 
     direct.load(forward.rows, forward.commit, 50 + i);
-    direct.summarize(setup.scorer);
+    direct.summarize(setup.summary_page_bytes);
     launches.launch(*device, direct.stream().get());
     const auto launched = direct.read_out();
     int64_t wrong = 0;
@@ -217,7 +215,7 @@ TEST_CASE("a host wait or an allocation among a layer's launches makes its captu
   Setup setup(DType::kFloat32, gpu::Attention::kReference, 0, -1);
   DeviceForward forward(*device, setup.shape, setup.pointers, {}, setup.options);
   device::Memory scratch = select_scratch(*device, forward);
-  const LayerLaunches launches(forward, setup.scorer, scratch, setup.attention);
+  const LayerLaunches launches(forward, setup.summary_page_bytes, scratch, setup.attention);
   device::Event event = nullptr;
   device->check(api.create_event(device->context(), &event), "event");
   for (const bool waits : {false, true}) {

@@ -42,21 +42,12 @@ inline bool tests_shim() {
 // A stream of a device, and copies on it that the host waits for.
 class TestStream {
  public:
-  explicit TestStream(device::Device& device) : device_(device) {
-    device.check(api().create_stream(device.context(), &stream_), "stream");
-    device.check(api().create_event(device.context(), &event_), "event");
-  }
-  ~TestStream() {
-    api().destroy_event(device_.context(), event_);
-    api().destroy_stream(device_.context(), stream_);
-  }
-  TestStream(const TestStream&) = delete;
-  TestStream& operator=(const TestStream&) = delete;
+  explicit TestStream(device::Device& device) : device_(device), stream_(device), event_(device) {}
 
   device::Stream get() const { return stream_; }
   void synchronize() {
-    device_.check(api().record(device_.context(), event_, stream_), "record");
-    device_.check(api().synchronize(device_.context(), event_), "synchronize");
+    event_.record(stream_);
+    event_.synchronize();
   }
   // The same, and never throws: memory must not be freed under unfinished work.
   void finish() noexcept {
@@ -70,10 +61,9 @@ class TestStream {
     copy(to, from, bytes, device::Direction::kDown);
   }
   void fill(void* to, int byte, int64_t bytes) {
-    if (bytes > 0) {
-      device_.check(api().fill(device_.context(), to, byte, bytes, stream_), "fill");
-      synchronize();
-    }
+    if (bytes == 0) return;
+    device_.check(api().fill(device_.context(), to, byte, bytes, stream_), "fill");
+    synchronize();
   }
 
  private:
@@ -85,8 +75,8 @@ class TestStream {
   }
 
   device::Device& device_;
-  device::Stream stream_ = nullptr;
-  device::Event event_ = nullptr;
+  OwnStream stream_;
+  OwnEvent event_;
 };
 
 struct ForwardOptions {
@@ -215,7 +205,7 @@ class DeviceForward {
       for (int h = 0; h < q_heads(); ++h) {
         for (int d = 0; d < shape_.v_dim; ++d) {
           const int64_t at = row * out_row() + h * out_head() + d;
-          result[static_cast<size_t>(row)].push_back(get(bytes.data() + at * element, shape_.io()));
+          result[static_cast<size_t>(row)].push_back(widen(shape_.io(), bytes.data(), at));
         }
       }
     }
@@ -230,10 +220,10 @@ class DeviceForward {
   }
 
   // Makes the summaries of sealed chunks. Staged chunks have none: their pages are elsewhere.
-  void summarize(const gpu::ScorerParams& scorer) {
+  void summarize(int64_t summary_page_bytes) {
     gpu::SummarizeParams p;
     p.shape = kernel_shape();
-    p.scorer = scorer;
+    p.summary_page_bytes = summary_page_bytes;
     for (size_t i = 0; i < chunks_.size(); ++i) {
       if (summary_addresses_[i] != 0) {
         p.chunks[p.count] = reinterpret_cast<const void*>(chunks_[i]);
@@ -352,26 +342,6 @@ class DeviceForward {
     uint64_t status = 0;
     stream_.download(&status, status_.data(), sizeof status);
     return status;
-  }
-
-  static void put(std::byte* to, DType dtype, float value) {
-    if (dtype == DType::kFloat32) {
-      std::memcpy(to, &value, 4);
-      return;
-    }
-    const uint16_t half =
-        dtype == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
-    std::memcpy(to, &half, 2);
-  }
-  static float get(const std::byte* from, DType dtype) {
-    if (dtype == DType::kFloat32) {
-      float value;
-      std::memcpy(&value, from, 4);
-      return value;
-    }
-    uint16_t half;
-    std::memcpy(&half, from, 2);
-    return dtype == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
   }
 
  private:
@@ -542,7 +512,6 @@ class DeviceForward {
   }
 
   void load_tensors(const std::vector<char>& commit) {
-    const int64_t element = dtype_bytes(shape_.io());
     std::vector<std::byte> q(static_cast<size_t>(q_.bytes()), std::byte{0xFF});
     std::vector<std::byte> k(static_cast<size_t>(k_.bytes()), std::byte{0xFF});
     std::vector<std::byte> v(static_cast<size_t>(v_.bytes()), std::byte{0xFF});
@@ -556,8 +525,8 @@ class DeviceForward {
       const std::vector<float> query = query_of(shape_, row);
       for (int h = 0; h < q_heads(); ++h) {
         for (int d = 0; d < shape_.k_dim; ++d) {
-          put(q.data() + (i * q_row() + h * q_head() + d) * element, shape_.io(),
-              query[static_cast<size_t>(h * shape_.k_dim + d)]);
+          round_to(shape_.io(), query[static_cast<size_t>(h * shape_.k_dim + d)], q.data(),
+                   i * q_row() + h * q_head() + d);
         }
       }
       for (int head = 0; selecting_ && head < shape_.kv_heads; ++head) {
@@ -571,15 +540,15 @@ class DeviceForward {
       }
       if (static_cast<size_t>(i) >= commit.size() || commit[static_cast<size_t>(i)] == 0) continue;
       const Sequence& sequence = *sequences_[static_cast<size_t>(row.sequence)];
+      const auto write = [&](const float* from, int dim, int head, std::vector<std::byte>* to) {
+        for (int d = 0; d < dim; ++d) {
+          round_to(options_.write_dtype, from[d], to->data(),
+                   (i * shape_.kv_heads + head) * dim + d);
+        }
+      };
       for (int head = 0; head < shape_.kv_heads; ++head) {
-        for (int d = 0; d < shape_.k_dim; ++d) {
-          put(k.data() + ((i * shape_.kv_heads + head) * shape_.k_dim + d) * write_bytes(),
-              options_.write_dtype, sequence.k(row.position, head)[d]);
-        }
-        for (int d = 0; d < shape_.v_dim; ++d) {
-          put(v.data() + ((i * shape_.kv_heads + head) * shape_.v_dim + d) * write_bytes(),
-              options_.write_dtype, sequence.v(row.position, head)[d]);
-        }
+        write(sequence.k(row.position, head), shape_.k_dim, head, &k);
+        write(sequence.v(row.position, head), shape_.v_dim, head, &v);
       }
     }
     std::vector<float> sinks;

@@ -11,8 +11,6 @@
 namespace kvpager::testing {
 namespace {
 
-constexpr DType kDtypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
 TEST_CASE("rows are rotated on a device as on the processor, from and to any dtype and stride") {
   for_each_device([](device::Device& device) {
     std::mt19937 random(1);
@@ -22,8 +20,8 @@ TEST_CASE("rows are rotated on a device as on the processor, from and to any dty
       const int64_t heads = 3;
       const int64_t padding = dim % 3;  // between heads
       const int64_t head = dim + padding;
-      const DType from = kDtypes[random() % 3];
-      const DType to = kDtypes[random() % 3];
+      const DType from = kDTypes[random() % 3];
+      const DType to = kDTypes[random() % 3];
       const int64_t in_bytes = rows * heads * head * dtype_bytes(from);
       const int64_t out_bytes = rows * heads * dim * dtype_bytes(to);
       std::vector<std::byte> in(static_cast<size_t>(in_bytes), std::byte{0xFF});
@@ -35,12 +33,11 @@ TEST_CASE("rows are rotated on a device as on the processor, from and to any dty
         for (int d = 0; d < dim; ++d) {
           float& number = x[static_cast<size_t>(d)];
           number = round_to(from, normal(random));
-          DeviceForward::put(in.data() + (i * head + d) * dtype_bytes(from), from, number);
+          round_to(from, number, in.data(), i * head + d);
         }
         kernels().rotate(x.data(), dim);
         for (int d = 0; d < dim; ++d) {
-          DeviceForward::put(expected.data() + (i * dim + d) * dtype_bytes(to), to,
-                             x[static_cast<size_t>(d)]);
+          round_to(to, x[static_cast<size_t>(d)], expected.data(), i * dim + d);
         }
       }
       const device::Memory device_in = device.allocate("in", in_bytes);

@@ -11,17 +11,8 @@
 namespace kvpager::testing {
 namespace {
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
 Layout layout_of(int tokens, int k_dim, int kv_heads = 2, DType dtype = DType::kFloat16) {
-  Layout layout;
-  layout.layers = 1;
-  layout.kv_heads = kv_heads;
-  layout.chunk_tokens = tokens;
-  layout.k_dim = k_dim;
-  layout.v_dim = 16;
-  layout.k_dtype = layout.v_dtype = dtype;
-  return layout;
+  return key_layout(tokens, k_dim, dtype, kv_heads);
 }
 
 Selection top_k(int32_t chunks, int64_t sinks, int64_t recent) {
@@ -81,32 +72,28 @@ void check(device::Device& device, const SelectionProblem& problem) {
   }
 }
 
-TEST_CASE("scores on a device are the processor's, in every scorer, shape and group") {
+TEST_CASE("scores on a device are the processor's, in every shape and group") {
   for_each_device([](device::Device& device) {
     uint32_t seed = 0;
-    for (const std::string& name : scorer_names()) {
-      for (const int tokens : {16, 32, 64, 128, 256}) {
-        for (const int k_dim : {16, 48, 64, 96, 128, 160, 256, 512}) {
-          ++seed;
-          if (tokens * k_dim > 16384 && seed % 3 != 0) continue;
-          if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
-          SelectionProblem problem;
-          problem.scorer = name;
-          problem.layout = layout_of(tokens, k_dim);
-          problem.group = 1 + static_cast<int>(seed % 5);
-          problem.q_dtype = kDTypes[seed % 3];
-          problem.stride_padding = static_cast<int>(seed % 2) * 3;
-          problem.selection = top_k(3, 16, tokens);
-          problem.lengths = {tokens * 12 + 5};
-          add_rows(&problem, 0, 1 + seed % 4);
-          problem.distinct = 6;
-          problem.seed = seed;
-          CAPTURE(name);
-          CAPTURE(tokens);
-          CAPTURE(k_dim);
-          CAPTURE(problem.group);
-          check(device, problem);
-        }
+    for (const int tokens : {16, 32, 64, 128, 256}) {
+      for (const int k_dim : {16, 48, 64, 96, 128, 160, 256, 512}) {
+        ++seed;
+        if (tokens * k_dim > 16384 && seed % 3 != 0) continue;
+        if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
+        SelectionProblem problem;
+        problem.layout = layout_of(tokens, k_dim);
+        problem.group = 1 + static_cast<int>(seed % 5);
+        problem.q_dtype = kDTypes[seed % 3];
+        problem.stride_padding = static_cast<int>(seed % 2) * 3;
+        problem.selection = top_k(3, 16, tokens);
+        problem.lengths = {tokens * 12 + 5};
+        add_rows(&problem, 0, 1 + seed % 4);
+        problem.distinct = 6;
+        problem.seed = seed;
+        CAPTURE(tokens);
+        CAPTURE(k_dim);
+        CAPTURE(problem.group);
+        check(device, problem);
       }
     }
   });
@@ -116,36 +103,30 @@ TEST_CASE("queries of any size, special ones among them, are scored as on the pr
   const float inf = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for_each_device([&](device::Device& device) {
-    for (const std::string& name : scorer_names()) {
-      uint32_t seed = 0;
-      for (const float scale : {0.0f, 1.0f, 0x1p-140f, 1e-30f, 3e38f}) {
-        if (small_tests() && scale != 1.0f) continue;
-        for (const std::vector<float>& sprinkled :
-             {std::vector<float>{}, {0.0f, -0.0f}, {nan, 1.0f}, {inf, nan, -inf, 0.5f}}) {
-          SelectionProblem problem;
-          problem.scorer = name;
-          problem.layout = layout_of(32, 48);
-          problem.group = 3;
-          problem.q_scale = scale;
-          problem.q_sprinkled = sprinkled;
-          problem.selection = top_k(4, 0, 32);
-          problem.lengths = {32 * 40};
-          add_rows(&problem, 0, 3);
-          problem.distinct = 10;
-          problem.seed = ++seed;
-          // What the ledger makes of scores that are not finite is its own affair.
-          if (name == "exact" && (scale > 1 || sprinkled.size() > 1)) problem.score_rows = {-1};
-          CAPTURE(name);
-          CAPTURE(scale);
-          CAPTURE(sprinkled.size());
-          check(device, problem);
-        }
+    uint32_t seed = 0;
+    for (const float scale : {0.0f, 1.0f, 0x1p-140f, 1e-30f, 3e38f}) {
+      if (small_tests() && scale != 1.0f) continue;
+      for (const std::vector<float>& sprinkled :
+           {std::vector<float>{}, {0.0f, -0.0f}, {nan, 1.0f}, {inf, nan, -inf, 0.5f}}) {
+        SelectionProblem problem;
+        problem.layout = layout_of(32, 48);
+        problem.group = 3;
+        problem.q_scale = scale;
+        problem.q_sprinkled = sprinkled;
+        problem.selection = top_k(4, 0, 32);
+        problem.lengths = {32 * 40};
+        add_rows(&problem, 0, 3);
+        problem.distinct = 10;
+        problem.seed = ++seed;
+        CAPTURE(scale);
+        CAPTURE(sprinkled.size());
+        check(device, problem);
       }
     }
   });
 }
 
-// With the exact scorer, one dimension that counts and one key per chunk, a key is a score.
+// With one dimension that counts and one key per chunk, a score is the key, rounded.
 float near_ties(uint64_t summary, int64_t page, int64_t dim, int64_t) {
   if (dim != 0) return 0.0f;
   const float steps = static_cast<float>(static_cast<int64_t>((summary * 7 + 3) % 11) - 5);
@@ -173,7 +154,6 @@ TEST_CASE("of equal and nearly equal scores the same chunks are chosen as on the
       for (const int32_t k : {1, 2, 7, 40, 81, 95, 96, 97, 1000}) {
         if (small_tests() && k != 7 && k != 97) continue;
         SelectionProblem problem;
-        problem.scorer = "exact";
         problem.layout = layout_of(16, 16, 2, DType::kFloat32);
         problem.selection = top_k(k, 16, 16);
         problem.lengths = {16 * 99};
@@ -189,30 +169,6 @@ TEST_CASE("of equal and nearly equal scores the same chunks are chosen as on the
                 16 * static_cast<int>(key == one_of_two) + 32 * static_cast<int>(key == ascending));
         check(device, problem);
       }
-    }
-  });
-}
-
-// Scores that are NaN for a third of the chunks, and infinite of either sign for the rest.
-float not_finite(uint64_t summary, int64_t, int64_t dim, int64_t) {
-  return dim == 0 ? static_cast<float>(static_cast<int64_t>(summary % 3) - 1) : 0.0f;
-}
-
-TEST_CASE("scores that are NaN are the worst, whatever their sign, and chosen last") {
-  for_each_device([](device::Device& device) {
-    for (const int32_t k : {1, 20, 40, 60, 70, 90}) {
-      SelectionProblem problem;
-      problem.scorer = "exact";
-      problem.layout = layout_of(16, 16, 2, DType::kFloat32);
-      problem.selection = top_k(k, 16, 16);
-      problem.lengths = {16 * 99};
-      problem.q_sprinkled = {std::numeric_limits<float>::infinity(), 1.0f, 1.0f, 1.0f, 1.0f};
-      add_rows(&problem, 0, 1);
-      problem.distinct = 30;
-      problem.key = not_finite;
-      problem.score_rows = {-1};
-      CAPTURE(k);
-      check(device, problem);
     }
   });
 }
@@ -238,8 +194,6 @@ TEST_CASE("rows, parts, windows and always ranges drawn at random select as on t
     const auto below = [&](uint32_t n) { return static_cast<int64_t>(random() % n); };
     for (int round = 0; round < (small_tests() ? 15 : 120); ++round) {
       SelectionProblem problem;
-      const std::vector<std::string> names = scorer_names();
-      problem.scorer = names[static_cast<size_t>(below(static_cast<uint32_t>(names.size())))];
       const int tokens = random() % 3 == 0 ? 32 : 16;
       problem.layout = layout_of(tokens, 16 * static_cast<int>(1 + below(5)),
                                  static_cast<int>(1 + below(3)), kDTypes[below(3)]);
@@ -275,7 +229,6 @@ TEST_CASE("rows, parts, windows and always ranges drawn at random select as on t
       problem.selected = problem.selection.kind != Selection::Kind::kDense || random() % 2 == 0;
       problem.seed = static_cast<uint32_t>(round) + 1;
       CAPTURE(round);
-      CAPTURE(problem.scorer);
       check(device, problem);
     }
   });
@@ -283,22 +236,18 @@ TEST_CASE("rows, parts, windows and always ranges drawn at random select as on t
 
 TEST_CASE("two hundred and fifty-six rows of three sequences share tiles and select each its own") {
   for_each_device([](device::Device& device) {
-    for (const char* name : {"bits2", "mean"}) {
-      if (small_tests()) continue;
-      SelectionProblem problem;
-      problem.scorer = name;
-      problem.layout = layout_of(16, 64, 2, DType::kBFloat16);
-      problem.group = 4;
-      problem.q_dtype = DType::kBFloat16;
-      problem.selection = top_k(8, 32, 256);
-      problem.lengths = {16 * 120, 16 * 33 + 7, 600};
-      add_rows(&problem, 0, 100);
-      add_rows(&problem, 1, 100);
-      add_rows(&problem, 2, 56);
-      problem.distinct = 50;
-      CAPTURE(name);
-      check(device, problem);
-    }
+    if (small_tests()) return;
+    SelectionProblem problem;
+    problem.layout = layout_of(16, 64, 2, DType::kBFloat16);
+    problem.group = 4;
+    problem.q_dtype = DType::kBFloat16;
+    problem.selection = top_k(8, 32, 256);
+    problem.lengths = {16 * 120, 16 * 33 + 7, 600};
+    add_rows(&problem, 0, 100);
+    add_rows(&problem, 1, 100);
+    add_rows(&problem, 2, 56);
+    problem.distinct = 50;
+    check(device, problem);
   });
 }
 
@@ -324,22 +273,18 @@ TEST_CASE(
     "rows of a sequence with heads of 128 dimensions, one and many, select as on the processor") {
   for_each_device([](device::Device& device) {
     for (const int64_t rows : {1, 2, 41}) {
-      for (const char* name : {"bits2", "mean"}) {
-        SelectionProblem problem;
-        problem.scorer = name;
-        problem.layout = layout_of(64, 128, 2, DType::kBFloat16);
-        problem.layout.layers = 2;
-        problem.layer = 1;
-        problem.group = 4;
-        problem.q_dtype = DType::kBFloat16;
-        problem.selection = top_k(16, 64, 256);
-        problem.lengths = {64 * (small_tests() ? 40 : 150) + 11};
-        add_rows(&problem, 0, rows);
-        problem.distinct = 33;
-        CAPTURE(rows);
-        CAPTURE(name);
-        check(device, problem);
-      }
+      SelectionProblem problem;
+      problem.layout = layout_of(64, 128, 2, DType::kBFloat16);
+      problem.layout.layers = 2;
+      problem.layer = 1;
+      problem.group = 4;
+      problem.q_dtype = DType::kBFloat16;
+      problem.selection = top_k(16, 64, 256);
+      problem.lengths = {64 * (small_tests() ? 40 : 150) + 11};
+      add_rows(&problem, 0, rows);
+      problem.distinct = 33;
+      CAPTURE(rows);
+      check(device, problem);
     }
   });
 }
@@ -367,7 +312,6 @@ TEST_CASE("four thousand and ninety-six chunks, and more than the kernel keeps, 
     for (const int64_t chunks : {4096, 4700}) {
       if (small_tests() && chunks != 4700) continue;
       SelectionProblem problem;
-      problem.scorer = "exact";
       problem.layout = layout_of(16, 16, 1, DType::kFloat32);
       problem.selection = top_k(64, 0, 64);
       problem.selection.always = {{16 * 900, 16 * 1000}};
@@ -376,7 +320,6 @@ TEST_CASE("four thousand and ninety-six chunks, and more than the kernel keeps, 
       problem.distinct = 3000;
       CAPTURE(chunks);
       check(device, problem);
-      problem.scorer = "bits2";
       problem.layout = layout_of(16, 32, 1, DType::kBFloat16);
       problem.distinct = 500;
       check(device, problem);
@@ -389,20 +332,16 @@ TEST_CASE("selections do not depend on the order in which threads get their turn
   for (uint64_t seed = 1; seed <= 8; ++seed) {
     CAPTURE(seed);
     const std::shared_ptr<device::Device> device = shim(seed);
-    for (const std::string& name : scorer_names()) {
-      CAPTURE(name);
-      SelectionProblem problem;
-      problem.scorer = name;
-      problem.layout = layout_of(16, 48);
-      problem.group = 3;
-      problem.selection = top_k(5, 16, 48);
-      problem.selection.always = {{100, 140}};
-      problem.lengths = {1200, 700};
-      add_rows(&problem, 0, 6);
-      add_rows(&problem, 1, 1);
-      problem.distinct = 9;
-      check(*device, problem);
-    }
+    SelectionProblem problem;
+    problem.layout = layout_of(16, 48);
+    problem.group = 3;
+    problem.selection = top_k(5, 16, 48);
+    problem.selection.always = {{100, 140}};
+    problem.lengths = {1200, 700};
+    add_rows(&problem, 0, 6);
+    add_rows(&problem, 1, 1);
+    problem.distinct = 9;
+    check(*device, problem);
   }
 }
 

@@ -1,5 +1,5 @@
 // Selections in device memory: sequences of summaries at shuffled addresses, the tables of a
-// forward, poison around whatever kernels write, and what the processor's scorers and
+// forward, poison around whatever kernels write, and what the processor's scores and
 // select_chunks() make of the same rows.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/scorer_params.h"
+#include "bits2_score.h"
 #include "forward_tables.h"
 #include "noise.h"
 #include "problem.h"
@@ -24,7 +24,6 @@ struct SelectionRow {
 };
 
 struct SelectionProblem {
-  std::string scorer = "bits2";
   Layout layout;
   int layer = 0;
   int group = 1;
@@ -62,8 +61,8 @@ class SelectionRun {
   static constexpr int64_t kGuard = 256;
 
   SelectionRun(device::Device& device, const SelectionProblem& problem)
-      : device_(device), problem_(problem), scorer_(find_scorer(problem.scorer)), stream_(device) {
-    params_.scorer = gpu::scorer_params(scorer_, problem.layout);
+      : device_(device), problem_(problem), stream_(device) {
+    params_.summary_page_bytes = bits2::summary_bytes(problem.layout);
     fill_tables();
     make_summaries();
     make_queries();
@@ -180,7 +179,7 @@ class SelectionRun {
   int64_t q_head() const { return problem_.layout.k_dim + problem_.stride_padding; }
   int64_t q_row() const { return q_head() * heads() * problem_.group + problem_.stride_padding; }
   int64_t summary_bytes() const {
-    return params_.scorer.summary_page_bytes * problem_.layout.layers * heads();
+    return params_.summary_page_bytes * problem_.layout.layers * heads();
   }
 
   void fill_tables() {
@@ -244,14 +243,11 @@ class SelectionRun {
                                 : 0.5f * noise(problem_.seed, u, static_cast<uint64_t>(d), 999) +
                                       0.5f * noise(problem_.seed, u, static_cast<uint64_t>(d),
                                                    static_cast<uint64_t>(t));
-            DeviceForward::put(
-                tile.data() + (d * layout.chunk_tokens + t) * dtype_bytes(layout.k_dtype),
-                layout.k_dtype, x);
+            round_to(layout.k_dtype, x, tile.data(), d * layout.chunk_tokens + t);
           }
         }
-        scorer_.summarize(
-            layout, tile.data(),
-            image_.data() + i * summary_bytes() + page * params_.scorer.summary_page_bytes);
+        bits2::summarize(layout, tile.data(),
+                         image_.data() + i * summary_bytes() + page * params_.summary_page_bytes);
       }
     }
     resident_ = device_.allocate("summaries", distinct * summary_bytes());
@@ -294,10 +290,9 @@ class SelectionRun {
           if (!problem_.q_sprinkled.empty() && (h + d) % 7 == 0) {
             x = problem_.q_sprinkled[turn++ % problem_.q_sprinkled.size()];
           }
-          std::byte* at = image.data() + (static_cast<int64_t>(row) * q_row() + h * q_head() + d) *
-                                             dtype_bytes(problem_.q_dtype);
-          DeviceForward::put(at, problem_.q_dtype, x);
-          q_[row].push_back(DeviceForward::get(at, problem_.q_dtype));
+          const int64_t at = static_cast<int64_t>(row) * q_row() + h * q_head() + d;
+          round_to(problem_.q_dtype, x, image.data(), at);
+          q_[row].push_back(widen(problem_.q_dtype, image.data(), at));
         }
       }
     }
@@ -316,16 +311,16 @@ class SelectionRun {
       const int64_t which =
           which_[static_cast<size_t>(forward_.parts[static_cast<size_t>(part)].first + c)];
       pointers.push_back(image_.data() + which * summary_bytes() +
-                         page * params_.scorer.summary_page_bytes);
+                         page * params_.summary_page_bytes);
     }
-    std::vector<std::byte> query(static_cast<size_t>(scorer_.query_bytes(layout, group)));
-    scorer_.prepare(layout, group,
-                    q_[static_cast<size_t>(row)].data() + int64_t{head} * group * layout.k_dim,
-                    query.data());
+    std::vector<std::byte> query(static_cast<size_t>(bits2::query_bytes(layout, group)));
+    bits2::prepare(layout, group,
+                   q_[static_cast<size_t>(row)].data() + int64_t{head} * group * layout.k_dim,
+                   query.data());
     scores->assign(pointers.size(), 0.0);
-    scorer_.score(layout, group, query.data(), pointers.data(),
-                  static_cast<int64_t>(pointers.size()), scores->data());
-    return scorer_.query_scale(query.data());
+    bits2::score(layout, group, query.data(), pointers.data(),
+                 static_cast<int64_t>(pointers.size()), scores->data());
+    return bits2::query_scale(query.data());
   }
 
   // As the pager's ledger has them, in binary64.
@@ -359,7 +354,6 @@ class SelectionRun {
 
   device::Device& device_;
   SelectionProblem problem_;
-  const Scorer& scorer_;
   TestStream stream_;
   gpu::SelectParams params_;
   ForwardTables forward_;

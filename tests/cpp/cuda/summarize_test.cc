@@ -1,11 +1,11 @@
-// Summaries made on a device are the processor's, byte for byte, for every built-in scorer.
+// Summaries made on a device are the processor's, byte for byte.
 #include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include "../device/devices.h"
-#include "cuda/scorer_params.h"
+#include "kvpager/selection.h"
 #include "noise.h"
 #include "problem.h"
 
@@ -33,24 +33,17 @@ const Keys kKinds[] = {
     {"not finite", 1.0f, {kNaN, kInfinity, -kInfinity, -kNaN}},
     {"halves between codes", 0.0f, {0.0f, 1.0f, 2.0f, 3.0f, 0.5f, 1.5f, 2.5f}},
 };
-// Levels whose largest ones make the scale 1, so that all others lie halfway between two codes: of
-// means, and of two bits (low and step).
-float halfway_mean(int64_t d, int64_t t) {
-  const float mean = d == 0 ? 127.0f : static_cast<float>(d % 9 - 4) + 0.5f;
-  const float width = static_cast<float>(d % 7) + 0.5f;
-  return t % 2 == 0 ? mean - width : mean + width;
-}
+// Levels whose largest ones make the scale 1, so that all others lie halfway between two codes.
 float halfway_sketch(int64_t d, int64_t t) {
   const float low = d == 0 ? -32767.0f : static_cast<float>(d % 9 - 4) + 0.5f;
   const float step = d == 0 ? 255.0f : static_cast<float>(d % 7) + 0.5f;
   return low + step * static_cast<float>(t % 4);
 }
-std::vector<std::byte> halfway_tile(const Layout& layout, float (*key)(int64_t, int64_t)) {
+std::vector<std::byte> halfway_tile(const Layout& layout, uint64_t, uint64_t) {
   std::vector<std::byte> tile(static_cast<size_t>(layout.k_tile_bytes()));
   for (int64_t d = 0; d < layout.k_dim; ++d) {
     for (int64_t t = 0; t < layout.chunk_tokens; ++t) {
-      const float x = key(d, t);
-      std::memcpy(tile.data() + (d * layout.chunk_tokens + t) * 4, &x, 4);
+      round_to(DType::kFloat32, halfway_sketch(d, t), tile.data(), d * layout.chunk_tokens + t);
     }
   }
   return tile;
@@ -64,7 +57,6 @@ std::vector<std::byte> tile_of(const Layout& layout, const Keys& keys, uint64_t 
   const bool coded = is_coded(layout.k_dtype);
   const int64_t code_bytes = layout.chunk_tokens * row_code_bytes(layout.k_dtype, layout.k_dim);
   const int64_t scales = layout.chunk_tokens * code_scales(layout.k_dtype, layout.k_dim);
-  const size_t element = coded ? 1 : static_cast<size_t>(dtype_bytes(layout.k_dtype));
   std::vector<std::byte> tile(static_cast<size_t>(layout.k_tile_bytes()));
   size_t turn = seed;
   for (size_t i = 0; i < count; ++i) {
@@ -75,14 +67,14 @@ std::vector<std::byte> tile_of(const Layout& layout, const Keys& keys, uint64_t 
       x = keys.sprinkled[turn++ % keys.sprinkled.size()];
     }
     if (!coded) {
-      DeviceForward::put(tile.data() + i * element, layout.k_dtype, x);
+      round_to(layout.k_dtype, x, tile.data(), static_cast<int64_t>(i));
       continue;
     }
     if (static_cast<int64_t>(i) < code_bytes) {
       tile[i] = static_cast<std::byte>(static_cast<int>(127 * noise(seed, i)));
     }
     if (static_cast<int64_t>(i) < scales) {
-      DeviceForward::put(tile.data() + code_bytes + 2 * i, DType::kBFloat16, x / 127);
+      round_to(DType::kBFloat16, x / 127, tile.data() + code_bytes, static_cast<int64_t>(i));
     }
   }
   return tile;
@@ -95,10 +87,9 @@ std::vector<std::byte> tile_of_kinds(const Layout& layout, uint64_t page, uint64
 }
 
 // Chunks and summaries at places that do not follow one another, all else poison.
-void check_summaries(device::Device& device, const Scorer& scorer, const Layout& layout, int count,
-                     uint64_t seed, MakeTile make_tile = tile_of_kinds) {
-  const auto scorer_params = gpu::scorer_params(scorer, layout);
-  const int64_t page_bytes = scorer_params.summary_page_bytes;
+void check_summaries(device::Device& device, const Layout& layout, int count, uint64_t seed,
+                     MakeTile make_tile = tile_of_kinds) {
+  const int64_t page_bytes = bits2::summary_bytes(layout);
   const int64_t summary_bytes = page_bytes * layout.layers * layout.kv_heads;
   const int64_t chunk_step = layout.chunk_bytes() + 64;
   const int64_t summary_step = summary_bytes + 64;
@@ -109,18 +100,8 @@ void check_summaries(device::Device& device, const Scorer& scorer, const Layout&
   std::vector<std::byte> image(static_cast<size_t>(chunks.bytes()), std::byte{0xFF});
   std::vector<std::byte> expected(static_cast<size_t>(summaries.bytes()), std::byte{0xC3});
   gpu::SummarizeParams params;
-  params.shape.layers = layout.layers;
-  params.shape.kv_heads = layout.kv_heads;
-  params.shape.q_heads = layout.kv_heads;
-  params.shape.chunk_tokens = layout.chunk_tokens;
-  params.shape.k_dim = layout.k_dim;
-  params.shape.v_dim = layout.v_dim;
-  params.shape.k_dtype = layout.k_dtype;
-  params.shape.v_dtype = layout.v_dtype;
-  params.shape.k_tile_bytes = layout.k_tile_bytes();
-  params.shape.page_bytes = layout.page_bytes();
-  params.shape.slice_bytes = layout.slice_bytes(0);
-  params.scorer = scorer_params;
+  params.shape = kernel_shape_of(layout, 1, DType::kFloat32);
+  params.summary_page_bytes = page_bytes;
   params.count = count;
   for (int c = 0; c < count; ++c) {
     const int64_t at = (count - 1 - c) * chunk_step;
@@ -132,7 +113,7 @@ void check_summaries(device::Device& device, const Scorer& scorer, const Layout&
             static_cast<uint64_t>((c * layout.layers + layer) * layout.kv_heads + head);
         const std::vector<std::byte> tile = make_tile(layout, page, seed);
         std::memcpy(image.data() + at + layout.page_offset(layer, head), tile.data(), tile.size());
-        scorer.summarize(
+        bits2::summarize(
             layout, tile.data(),
             expected.data() + c * summary_step + (layer * layout.kv_heads + head) * page_bytes);
       }
@@ -171,30 +152,26 @@ Layout layout_of(int layers, int kv_heads, int tokens, int k_dim, DType dtype) {
   return layout;
 }
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
+constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
                              DType::kQ4};
 
-TEST_CASE("summaries made on a device are the processor's for every scorer, dtype and shape") {
+TEST_CASE("summaries made on a device are the processor's for every dtype and shape") {
   for_each_device([](device::Device& device) {
     uint64_t seed = 0;
-    for (const std::string& name : scorer_names()) {
-      const Scorer& scorer = find_scorer(name);
-      for (const DType dtype : kDTypes) {
-        for (const int tokens : {16, 32, 64, 128, 256}) {
-          for (const int k_dim : {16, 48, 64, 96, 128, 256, 512}) {
-            if (dtype == DType::kQ4 && k_dim % kQ4Group != 0) continue;
-            if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
-            // Large tiles with one dtype each: the others differ in what they convert alone.
-            if (tokens * k_dim > 8192 &&
-                (tokens / 16 + k_dim / 16) % 3 != static_cast<int>(dtype) % 4) {
-              continue;
-            }
-            CAPTURE(name);
-            CAPTURE(std::string(dtype_name(dtype)));
-            CAPTURE(tokens);
-            CAPTURE(k_dim);
-            check_summaries(device, scorer, layout_of(1, 2, tokens, k_dim, dtype), 1, ++seed);
+    for (const DType dtype : kStored) {
+      for (const int tokens : {16, 32, 64, 128, 256}) {
+        for (const int k_dim : {16, 48, 64, 96, 128, 256, 512}) {
+          if (dtype == DType::kQ4 && k_dim % kQ4Group != 0) continue;
+          if (small_tests() && (tokens > 64 || (k_dim != 48 && k_dim != 128))) continue;
+          // Large tiles with one dtype each: the others differ in what they convert alone.
+          if (tokens * k_dim > 8192 &&
+              (tokens / 16 + k_dim / 16) % 3 != static_cast<int>(dtype) % 4) {
+            continue;
           }
+          CAPTURE(std::string(dtype_name(dtype)));
+          CAPTURE(tokens);
+          CAPTURE(k_dim);
+          check_summaries(device, layout_of(1, 2, tokens, k_dim, dtype), 1, ++seed);
         }
       }
     }
@@ -203,14 +180,10 @@ TEST_CASE("summaries made on a device are the processor's for every scorer, dtyp
 
 TEST_CASE("every layer and head of sixteen chunks of special keys is summarised in its place") {
   for_each_device([](device::Device& device) {
-    for (const std::string& name : scorer_names()) {
-      for (const DType dtype : kDTypes) {
-        CAPTURE(name);
-        CAPTURE(std::string(dtype_name(dtype)));
-        check_summaries(device, find_scorer(name),
-                        layout_of(3, 2, 32, dtype == DType::kQ4 ? 64 : 48, dtype),
-                        gpu::kMaxSummarized, 77);
-      }
+    for (const DType dtype : kStored) {
+      CAPTURE(std::string(dtype_name(dtype)));
+      check_summaries(device, layout_of(3, 2, 32, dtype == DType::kQ4 ? 64 : 48, dtype),
+                      gpu::kMaxSummarized, 77);
     }
   });
 }
@@ -218,17 +191,7 @@ TEST_CASE("every layer and head of sixteen chunks of special keys is summarised 
 TEST_CASE("levels halfway between two codes go to the even one") {
   for_each_device([](device::Device& device) {
     const Layout layout = layout_of(1, 2, 16, 64, DType::kFloat32);
-    for (const std::string& name : scorer_names()) {
-      CAPTURE(name);
-      check_summaries(device, find_scorer(name), layout, 1, 1,
-                      [](const Layout& l, uint64_t page, uint64_t) {
-                        return halfway_tile(l, page == 0 ? halfway_mean : halfway_sketch);
-                      });
-    }
-    // Of a mean of -1.5 the code is -2, of a low of 0.5 it is 0.
-    std::vector<std::byte> out(static_cast<size_t>(find_scorer("mean").summary_bytes(layout)));
-    find_scorer("mean").summarize(layout, halfway_tile(layout, halfway_mean).data(), out.data());
-    CHECK(out[2] == std::byte{128 - 2});
+    check_summaries(device, layout, 1, 1, halfway_tile);
   });
 }
 
@@ -237,19 +200,7 @@ TEST_CASE("summaries do not depend on the order in which threads get their turn"
   for (uint64_t seed = 1; seed <= 8; ++seed) {
     CAPTURE(seed);
     const std::shared_ptr<device::Device> device = shim(seed);
-    for (const std::string& name : scorer_names()) {
-      CAPTURE(name);
-      check_summaries(*device, find_scorer(name), layout_of(1, 1, 128, 144, DType::kFloat16), 2,
-                      seed);
-    }
-  }
-}
-
-TEST_CASE("kernels know how long a summary is") {
-  const Layout layout = layout_of(1, 1, 64, 64, DType::kBFloat16);
-  for (const std::string& name : scorer_names()) {
-    const Scorer& scorer = find_scorer(name);
-    CHECK(gpu::scorer_params(scorer, layout).summary_page_bytes == scorer.summary_bytes(layout));
+    check_summaries(*device, layout_of(1, 1, 128, 144, DType::kFloat16), 2, seed);
   }
 }
 

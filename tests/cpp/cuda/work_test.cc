@@ -195,7 +195,6 @@ class ModelForward {
     p.shape = shape_;
     p.tables = tables();
     p.counts = counts_;
-    p.scorer.family = gpu::ScorerParams::Family::kSketch;
     p.k = 32;
     p.sinks = kTokens;
     p.recent = 256;

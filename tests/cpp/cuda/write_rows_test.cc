@@ -14,9 +14,9 @@
 namespace kvpager {
 namespace {
 
+using testing::kDTypes;
 using testing::TestStream;
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr DType kStored[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kQ8,
                              DType::kQ4};
 
@@ -107,7 +107,7 @@ uint32_t draw_bits(std::mt19937& random, DType dtype, bool special) {
   }
   const float value = (static_cast<float>(random() % 200001) - 100000.0f) / 30000.0f;
   std::byte bytes[4] = {};
-  testing::DeviceForward::put(bytes, dtype, value);
+  testing::round_to(dtype, value, bytes, 0);
   uint32_t bits = 0;
   std::memcpy(&bits, bytes, static_cast<size_t>(dtype_bytes(dtype)));
   return bits;
@@ -132,7 +132,7 @@ std::vector<std::byte> make_tensor(const Problem& p, DType dtype, const View& vi
   for (const int64_t row : infinite) {
     const int64_t at =
         view.offset + row * view.row_stride + (heads - 1) * view.head_stride + dim - 1;
-    testing::DeviceForward::put(bytes.data() + at * size, dtype, INFINITY);
+    testing::round_to(dtype, INFINITY, bytes.data(), at);
   }
   return bytes;
 }
@@ -210,35 +210,22 @@ void check(device::Device& device, const Problem& p) {
   stream.upload(status.data(), &p.before, sizeof p.before);
 
   gpu::WriteParams params;
-  params.shape.layers = layout.layers;
-  params.shape.kv_heads = params.shape.q_heads = layout.kv_heads;
-  params.shape.chunk_tokens = layout.chunk_tokens;
-  params.shape.k_dim = layout.k_dim;
-  params.shape.v_dim = layout.v_dim;
-  params.shape.k_dtype = layout.k_dtype;
-  params.shape.v_dtype = layout.v_dtype;
-  params.shape.k_tile_bytes = layout.k_tile_bytes();
-  params.shape.page_bytes = layout.page_bytes();
-  params.shape.slice_bytes = layout.slice_bytes(0);
+  params.shape = testing::kernel_shape_of(layout, 1, DType::kFloat32);
   params.shape.slice_offset = layout.slice_offset(p.layer);
-  params.shape.k_rotated = layout.k_rotated;
-  params.shape.v_rotated = layout.v_rotated;
   params.tables.header = reinterpret_cast<const gpu::Header*>(header.data());
   params.tables.rows = reinterpret_cast<const gpu::Row*>(rows.data());
   params.counts.rows = static_cast<int32_t>(p.counted);
   params.layer = p.layer;
-  params.k = {device_k.data() + k_view.offset * dtype_bytes(p.k_dtype),
-              p.k_dtype,
-              layout.kv_heads,
-              layout.k_dim,
-              k_view.row_stride,
-              k_view.head_stride};
-  params.v = {device_v.data() + v_view.offset * dtype_bytes(p.v_dtype),
-              p.v_dtype,
-              layout.kv_heads,
-              layout.v_dim,
-              v_view.row_stride,
-              v_view.head_stride};
+  const auto tensor = [&](const device::Memory& memory, DType dtype, const View& view, int dim) {
+    return gpu::Tensor{memory.data() + view.offset * dtype_bytes(dtype),
+                       dtype,
+                       layout.kv_heads,
+                       dim,
+                       view.row_stride,
+                       view.head_stride};
+  };
+  params.k = tensor(device_k, p.k_dtype, k_view, layout.k_dim);
+  params.v = tensor(device_v, p.v_dtype, v_view, layout.v_dim);
   params.status = reinterpret_cast<uint64_t*>(status.data());
   device.check(device.api().write_rows(device.context(), &params, stream.get()), "write_rows");
 

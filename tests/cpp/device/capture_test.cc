@@ -6,17 +6,8 @@
 #include "devices.h"
 #include "kvpager/error.h"
 
-using kvpager::DeviceError;
-using kvpager::device::Device;
-using kvpager::device::Direction;
-using kvpager::device::kOk;
-using kvpager::device::Memory;
-using kvpager::device::Stream;
-using kvpager::testing::OwnEvent;
-using kvpager::testing::OwnStream;
-using kvpager::testing::shim;
-using kvpager::testing::ShimHooks;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
 
 constexpr int64_t kBytes = 64;
@@ -211,3 +202,5 @@ TEST_CASE("branches of a graph keep the order of their events and no other") {
   }
   CHECK(unordered == std::set<int>{4, 5});
 }
+
+}  // namespace kvpager::testing

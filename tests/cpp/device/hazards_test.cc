@@ -7,20 +7,8 @@
 #include "device/timeline.h"
 #include "devices.h"
 
-using kvpager::device::Device;
-using kvpager::device::Direction;
-using kvpager::device::Lane;
-using kvpager::device::LeaveOut;
-using kvpager::device::Memory;
-using kvpager::device::Place;
-using kvpager::device::Stream;
-using kvpager::device::Ticket;
-using kvpager::device::Timeline;
-using kvpager::testing::OwnStream;
-using kvpager::testing::shim;
-using kvpager::testing::small_tests;
-using kvpager::testing::test_devices;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
 
 constexpr int64_t kBytes = 4096;
@@ -364,3 +352,5 @@ TEST_CASE("the storm notices each wait that is left out") {
   });
   CHECK(tried == 22);
 }
+
+}  // namespace kvpager::testing

@@ -3,30 +3,14 @@
 #include <cstring>
 #include <utility>
 
+#include "../disarm.h"
 #include "device/timeline.h"
 #include "devices.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 
-using kvpager::CapacityError;
-using kvpager::DeviceError;
-using kvpager::InvalidArgumentError;
-using kvpager::device::copy_down;
-using kvpager::device::copy_up;
-using kvpager::device::Device;
-using kvpager::device::Lane;
-using kvpager::device::Memory;
-using kvpager::device::Timeline;
-using kvpager::device::total_device_bytes;
-using kvpager::device::total_pinned_bytes;
-using kvpager::testing::Environment;
-using kvpager::testing::test_devices;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
-
-struct Disarm {
-  ~Disarm() { kvpager::fault::disarm_all(); }
-};
 
 template <class Error, class Function>
 std::string words_of(const Function& function) {
@@ -171,3 +155,5 @@ TEST_CASE("each fault point fails its operation once and leaves the device usabl
     CHECK(on_host.data()[4095] == std::byte{7});
   }
 }
+
+}  // namespace kvpager::testing

@@ -6,13 +6,8 @@
 #include "devices.h"
 #include "kvpager/error.h"
 
-using kvpager::DeviceError;
-using kvpager::InvalidArgumentError;
-using kvpager::device::Device;
-using kvpager::device::probe;
-using kvpager::device::Report;
-using kvpager::testing::Environment;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
 
 // What is said of `cuda` where the library in this folder of test plug-ins is all there is.
@@ -137,3 +132,5 @@ TEST_CASE("every device these tests are asked to run on is there") {
     CHECK(probe(kind).why_not == "");
   }
 }
+
+}  // namespace kvpager::testing

@@ -6,18 +6,8 @@
 #include "devices.h"
 #include "died.h"
 
-using kvpager::device::Device;
-using kvpager::device::Direction;
-using kvpager::device::Event;
-using kvpager::device::kOk;
-using kvpager::device::Memory;
-using kvpager::device::Stream;
-using kvpager::testing::last_words;
-using kvpager::testing::OwnEvent;
-using kvpager::testing::OwnStream;
-using kvpager::testing::shim;
-using kvpager::testing::ShimHooks;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
 
 constexpr int64_t kBytes = 64;
@@ -311,46 +301,37 @@ TEST_CASE("memory that unfinished work uses cannot be released") {
 }
 
 TEST_CASE("misuse that a GPU does not report ends the process with its name") {
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   rig.device->api().release(rig.device->context(), rig.block(1));
-                 }),
-                 "memory is released that was not allocated"));
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   rig.device->api().release(rig.device->context(), rig.slot(0));
-                 }),
-                 "pinned memory is released as the device's"));
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   rig.device->api().copy(rig.device->context(), rig.block(7), rig.slot(0),
-                                          2 * kBytes, Direction::kUp, nullptr);
-                 }),
-                 "runs past the end of its memory"));
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   rig.code(rig.slot(1), rig.block(1), Direction::kUp, nullptr);
-                 }),
-                 "direction is not that of its memory"));
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   rig.device->api().copy(rig.device->context(), rig.block(1), rig.block(0),
-                                          kBytes + 1, Direction::kWithin, nullptr);
-                 }),
-                 "source and destination overlap"));
-  CHECK(contains(last_words([] {
-                   Rig rig(1);
-                   Stream gone = nullptr;
-                   rig.device->api().create_stream(rig.device->context(), &gone);
-                   rig.device->api().destroy_stream(rig.device->context(), gone);
-                   rig.copy(1, 2, gone);
-                 }),
-                 "a stream is used after it was destroyed"));
-  CHECK(contains(last_words([] {
-                   const kvpager::testing::Environment seed("KVPAGER_SHIM_SEED", "many");
-                   Device::open("shim");
-                 }),
-                 "KVPAGER_SHIM_SEED is 'many', expected a number >= 0"));
+  const auto ends_with = [](const char* words, void (*misuse)(Rig& rig, const Api& api)) {
+    CHECK(contains(last_words([&] {
+                     Rig rig(1);
+                     misuse(rig, rig.device->api());
+                   }),
+                   words));
+  };
+  ends_with("memory is released that was not allocated",
+            [](Rig& rig, const Api& api) { api.release(rig.device->context(), rig.block(1)); });
+  ends_with("pinned memory is released as the device's",
+            [](Rig& rig, const Api& api) { api.release(rig.device->context(), rig.slot(0)); });
+  ends_with("runs past the end of its memory", [](Rig& rig, const Api& api) {
+    api.copy(rig.device->context(), rig.block(7), rig.slot(0), 2 * kBytes, Direction::kUp, nullptr);
+  });
+  ends_with("direction is not that of its memory", [](Rig& rig, const Api&) {
+    rig.code(rig.slot(1), rig.block(1), Direction::kUp, nullptr);
+  });
+  ends_with("source and destination overlap", [](Rig& rig, const Api& api) {
+    api.copy(rig.device->context(), rig.block(1), rig.block(0), kBytes + 1, Direction::kWithin,
+             nullptr);
+  });
+  ends_with("a stream is used after it was destroyed", [](Rig& rig, const Api& api) {
+    Stream gone = nullptr;
+    api.create_stream(rig.device->context(), &gone);
+    api.destroy_stream(rig.device->context(), gone);
+    rig.copy(1, 2, gone);
+  });
+  ends_with("KVPAGER_SHIM_SEED is 'many', expected a number >= 0", [](Rig&, const Api&) {
+    const kvpager::testing::Environment seed("KVPAGER_SHIM_SEED", "many");
+    Device::open("shim");
+  });
 }
 
 TEST_CASE("threads may use one device at a time each for itself") {
@@ -370,3 +351,5 @@ TEST_CASE("threads may use one device at a time each for itself") {
   for (std::thread& thread : threads) thread.join();
   for (int t = 0; t < 4; ++t) CHECK(rig.at(2 * t) == 2 * t + 1);
 }
+
+}  // namespace kvpager::testing

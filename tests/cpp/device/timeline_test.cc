@@ -6,24 +6,8 @@
 #include "devices.h"
 #include "kvpager/error.h"
 
-using kvpager::InvalidArgumentError;
-using kvpager::device::copy_up;
-using kvpager::device::Device;
-using kvpager::device::Direction;
-using kvpager::device::Lane;
-using kvpager::device::LeaveOut;
-using kvpager::device::Memory;
-using kvpager::device::Place;
-using kvpager::device::Stream;
-using kvpager::device::Ticket;
-using kvpager::device::Timeline;
-using kvpager::device::waits_seen;
-using kvpager::testing::OwnEvent;
-using kvpager::testing::OwnStream;
-using kvpager::testing::shim;
-using kvpager::testing::ShimHooks;
-using kvpager::testing::test_devices;
-
+namespace kvpager::testing {
+using namespace device;
 namespace {
 
 constexpr int64_t kBytes = 1000;
@@ -306,3 +290,5 @@ TEST_CASE("waits that were carried out are on record by name, those left out are
   timeline.order(Lane::kDown, ticket, "a wait of this test");
   CHECK(seen("a wait of this test"));
 }
+
+}  // namespace kvpager::testing

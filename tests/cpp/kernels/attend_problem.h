@@ -7,11 +7,13 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
+#include "base/half.h"
+#include "elements.h"
 #include "float_mode.h"
-#include "kernels/half.h"
 #include "kvpager/attention.h"
 #include "read_row.h"
 
@@ -156,6 +158,28 @@ struct Row {
   std::vector<float> query;                    // [q_heads][k_dim]; empty: random, of query_seed
 };
 
+// Rows of one sequence, with queries of their own.
+inline std::vector<Row> rows_at(const std::vector<int64_t>& positions, int sequence = 0) {
+  std::vector<Row> rows;
+  for (const int64_t position : positions) {
+    Row& row = rows.emplace_back();
+    row.sequence = sequence;
+    row.position = position;
+    row.query_seed = static_cast<uint32_t>(position * 3 + sequence + 1);
+  }
+  return rows;
+}
+inline std::vector<Row> last_rows(const Sequence& sequence, int64_t count) {
+  std::vector<int64_t> positions(static_cast<size_t>(count));
+  std::iota(positions.begin(), positions.end(), sequence.length() - count);
+  return rows_at(positions);
+}
+inline Row padding_row() {
+  Row row;
+  row.sequence = -1;
+  return row;
+}
+
 inline Layout layout_of(const Shape& shape) {
   Layout layout;
   layout.layers = 1;
@@ -226,30 +250,10 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
   const Layout layout = layout_of(shape);
   const int q_heads = shape.kv_heads * shape.group;
   const int64_t count = static_cast<int64_t>(rows.size());
-  const int64_t element = dtype_bytes(shape.io());
-  std::vector<std::byte> q(static_cast<size_t>(count * q_heads * shape.k_dim * element));
-  std::vector<std::byte> out(static_cast<size_t>(count * q_heads * shape.v_dim * element),
-                             std::byte{0xA5});
-  const auto put = [&](std::byte* to, float value) {
-    const uint16_t half =
-        shape.io() == DType::kFloat16 ? float_to_float16(value) : float_to_bfloat16(value);
-    if (element == 4) {
-      std::memcpy(to, &value, 4);
-    } else {
-      std::memcpy(to, &half, 2);
-    }
+  const auto bytes = [&](int64_t dim) {
+    return static_cast<size_t>(count * q_heads * dim * dtype_bytes(shape.io()));
   };
-  const auto get = [&](const std::byte* from) {
-    float value;
-    uint16_t half;
-    if (element == 4) {
-      std::memcpy(&value, from, 4);
-      return value;
-    }
-    std::memcpy(&half, from, 2);
-    return shape.io() == DType::kFloat16 ? float16_to_float(half) : bfloat16_to_float(half);
-  };
-
+  std::vector<std::byte> q(bytes(shape.k_dim)), out(bytes(shape.v_dim), std::byte{0xA5});
   std::vector<AttendRow> attend_rows;
   std::vector<ChunkTableView> tables;
   for (const Sequence* sequence : sequences) tables.push_back(sequence->table());
@@ -262,8 +266,8 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
     attend_rows.push_back({row.position, row.sequence});
     const std::vector<float> values = query_of(shape, row);
     for (size_t j = 0; j < values.size(); ++j) {
-      put(q.data() + (static_cast<size_t>(i) * values.size() + j) * static_cast<size_t>(element),
-          values[j]);
+      round_to(shape.io(), values[j], q.data(),
+               static_cast<int64_t>(static_cast<size_t>(i) * values.size() + j));
     }
     for (int head = 0; selecting && head < shape.kv_heads; ++head) {
       if (row.sequence >= 0) {
@@ -313,7 +317,7 @@ inline std::vector<std::vector<float>> attend(const Shape& shape,
   const size_t width = static_cast<size_t>(q_heads * shape.v_dim);
   for (size_t i = 0; i < rows.size(); ++i) {
     for (size_t j = 0; j < width; ++j) {
-      result[i].push_back(get(out.data() + (i * width + j) * static_cast<size_t>(element)));
+      result[i].push_back(widen(shape.io(), out.data(), static_cast<int64_t>(i * width + j)));
     }
   }
   return result;
@@ -542,10 +546,26 @@ inline std::vector<float> reference_in_order(const Shape& shape, const Sequence&
   return out;
 }
 
+inline std::vector<std::vector<float>> reference_in_order(const Shape& shape,
+                                                          const Sequence& sequence,
+                                                          const std::vector<Row>& rows) {
+  std::vector<std::vector<float>> all;
+  for (const Row& row : rows) all.push_back(reference_in_order(shape, sequence, row));
+  return all;
+}
+
 inline int64_t differing_bits(const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return -1;
   int64_t count = 0;
   for (size_t i = 0; i < a.size(); ++i) count += float_bits(a[i]) != float_bits(b[i]);
+  return count;
+}
+
+inline int64_t differing_bits(const std::vector<std::vector<float>>& a,
+                              const std::vector<std::vector<float>>& b) {
+  if (a.size() != b.size()) return -1;
+  int64_t count = 0;
+  for (size_t i = 0; i < a.size(); ++i) count += differing_bits(a[i], b[i]);
   return count;
 }
 

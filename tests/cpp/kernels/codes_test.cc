@@ -13,6 +13,7 @@
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
+#include "tiers.h"
 
 namespace kvpager::testing {
 namespace {
@@ -103,9 +104,7 @@ TEST_CASE("rows are read back as the numbers that their codes stand for") {
     std::vector<WriteRow> where;
     for (int32_t i = 0; i < rows; ++i) where.push_back({slice.data(), i});
     write_rows(layout, view_of(k, layout), view_of(v, layout), where.data(), rows);
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
-      const KernelOverride tier(*table);
+    in_every_tier([&](const KernelTable&) {
       std::vector<float> read_k(static_cast<size_t>(5 * 2 * kDim));
       std::vector<float> read_v(read_k.size());
       read_rows(layout, slice.data(), 4, 9, reinterpret_cast<std::byte*>(read_k.data()),
@@ -122,7 +121,7 @@ TEST_CASE("rows are read back as the numbers that their codes stand for") {
         }
       }
       CHECK(wrong == 0);
-    }
+    });
   }
 }
 
@@ -213,12 +212,11 @@ TEST_CASE("every tier makes the same codes, whatever the numbers and the thread'
   for (const std::vector<float>& row : rows) {
     for (const DType dtype : kCodes) {
       const Encoded expected = encoded(kernels(), row, dtype);
-      for (const KernelTable* table : runnable_kernels()) {
-        CAPTURE(std::string(table->name));
-        const Encoded out = encoded(*table, row, dtype);
+      in_every_tier([&](const KernelTable& table) {
+        const Encoded out = encoded(table, row, dtype);
         CHECK(out.codes == expected.codes);
         CHECK(out.scales == expected.scales);
-      }
+      });
     }
   }
 }
@@ -276,20 +274,19 @@ TEST_CASE("rows past the valid ones are zeros, the others what they were") {
 }
 
 TEST_CASE("queries become integers of 16 bits, and one that is not finite spoils its own row") {
-  for (const KernelTable* table : runnable_kernels()) {
-    CAPTURE(std::string(table->name));
+  in_every_tier([&](const KernelTable& table) {
     std::vector<float> q = normal_numbers(kDim, 7, 3.0f);
     std::vector<int16_t> integers(kDim);
-    const float unit = table->round_query(q.data(), kDim, integers.data());
+    const float unit = table.round_query(q.data(), kDim, integers.data());
     const Rounded expected(q);
     CHECK(unit == expected.unit);
     for (size_t i = 0; i < kDim; ++i) CHECK(integers[i] == expected.integers[i]);
     for (const float bad :
          {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
       q[3] = bad;
-      CHECK(std::isnan(table->round_query(q.data(), kDim, integers.data())));
+      CHECK(std::isnan(table.round_query(q.data(), kDim, integers.data())));
     }
-  }
+  });
   for (const DType dtype : kCodes) {
     Shape shape;
     shape.dtype = dtype;
@@ -312,18 +309,17 @@ TEST_CASE("a row is rotated as the text says, in every tier, and twice is once b
     CAPTURE(dim);
     const std::vector<float> row = normal_numbers(dim, static_cast<uint32_t>(dim));
     const std::vector<float> expected = rotated(row);
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
+    in_every_tier([&](const KernelTable& table) {
       std::vector<float> x = row;
-      table->rotate(x.data(), static_cast<int64_t>(dim));
+      table.rotate(x.data(), static_cast<int64_t>(dim));
       CHECK(differing_bits(x, expected) == 0);
-      table->rotate(x.data(), static_cast<int64_t>(dim));
+      table.rotate(x.data(), static_cast<int64_t>(dim));
       double worst = 0;
       for (size_t i = 0; i < dim; ++i) {
         worst = std::max(worst, std::fabs(double{x[i]} - double{row[i]}));
       }
       CHECK(worst < 2e-6);
-    }
+    });
   }
 }
 

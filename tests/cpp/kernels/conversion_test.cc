@@ -9,11 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "base/half.h"
 #include "float_mode.h"
-#include "kernels/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "read_row.h"
+#include "tiers.h"
 
 namespace kvpager::testing {
 namespace {
@@ -55,10 +56,9 @@ TEST_CASE("each of the 65,536 codes of a 16-bit format widens to the value it st
   for (const Format& format : {kFloat16Format, kBFloat16Format}) {
     CAPTURE(std::string(dtype_name(format.dtype)));
     std::vector<uint32_t> first;
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
+    in_every_tier([&](const KernelTable& table) {
       std::vector<float> wide(codes.size());
-      table->to_float(codes.data(), format.dtype, kCodes, wide.data());
+      table.to_float(codes.data(), format.dtype, kCodes, wide.data());
       int wrong = 0;
       std::vector<uint32_t> bits;
       for (size_t i = 0; i < codes.size(); ++i) {
@@ -70,13 +70,13 @@ TEST_CASE("each of the 65,536 codes of a 16-bit format widens to the value it st
           wrong += bits[i] != float_bits(static_cast<float>(format.value(codes[i])));
         }
         float alone;
-        table->to_float(codes.data() + i, format.dtype, 1, &alone);
+        table.to_float(codes.data() + i, format.dtype, 1, &alone);
         wrong += float_bits(alone) != bits[i];
       }
       CHECK(wrong == 0);
       if (first.empty()) first = bits;
       CHECK(bits == first);  // NaN payloads too
-    }
+    });
   }
 }
 
@@ -122,20 +122,19 @@ TEST_CASE("both sides of every rounding boundary go to the nearest code, ties to
     std::vector<float> values;
     for (const Boundary& boundary : all) values.push_back(boundary.value);
     const int64_t count = static_cast<int64_t>(values.size());
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
+    in_every_tier([&](const KernelTable& table) {
       std::vector<uint16_t> codes(values.size());
-      table->from_float(values.data(), format.dtype, count, codes.data());
+      table.from_float(values.data(), format.dtype, count, codes.data());
       int wrong = 0;
       for (size_t i = 0; i < all.size(); ++i) wrong += codes[i] != all[i].code;
       CHECK(wrong == 0);
       // One at a time, the way a remainder shorter than a register goes.
       for (size_t i = 0; i < all.size(); i += 7) {
-        table->from_float(values.data() + i, format.dtype, 1, codes.data() + i);
+        table.from_float(values.data() + i, format.dtype, 1, codes.data() + i);
         wrong += codes[i] != all[i].code;
       }
       CHECK(wrong == 0);
-    }
+    });
   }
 }
 
@@ -151,11 +150,10 @@ TEST_CASE("NaN of every payload stays NaN with its sign when it is narrowed, ali
   for (const Format& format : {kFloat16Format, kBFloat16Format}) {
     CAPTURE(std::string(dtype_name(format.dtype)));
     std::vector<uint16_t> first;
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
+    in_every_tier([&](const KernelTable& table) {
       std::vector<uint16_t> codes(values.size());
-      table->from_float(values.data(), format.dtype, static_cast<int64_t>(values.size()),
-                        codes.data());
+      table.from_float(values.data(), format.dtype, static_cast<int64_t>(values.size()),
+                       codes.data());
       int wrong = 0;
       for (size_t i = 0; i < codes.size(); ++i) {
         wrong += !format.is_nan(codes[i]);
@@ -164,7 +162,7 @@ TEST_CASE("NaN of every payload stays NaN with its sign when it is narrowed, ali
       CHECK(wrong == 0);
       if (first.empty()) first = codes;
       CHECK(codes == first);
-    }
+    });
   }
 }
 
@@ -182,10 +180,9 @@ TEST_CASE("rows are stored rounded to nearest whatever the calling thread's roun
     CAPTURE(std::string(dtype_name(format.dtype)));
     const Layout layout = one_page(format.dtype);
     const std::vector<Boundary> all = boundaries(format);
-    for (const KernelTable* table : runnable_kernels()) {
-      const KernelOverride tier(*table);
+    in_every_tier([&](const KernelTable& table) {
       for (const NamedMode& mode : kModes) {
-        CAPTURE(std::string(table->name));
+        CAPTURE(std::string(table.name));
         CAPTURE(std::string(mode.name));
         int64_t wrong = 0;
         std::vector<float> row(512);
@@ -213,7 +210,7 @@ TEST_CASE("rows are stored rounded to nearest whatever the calling thread's roun
         }
         CHECK(wrong == 0);
       }
-    }
+    });
   }
 }
 
@@ -272,32 +269,30 @@ TEST_CASE("a value fits a dtype exactly when it is finite there, on both sides o
 }
 
 TEST_CASE("one element that does not fit is found in every place of a run of any length") {
-  for (const KernelTable* table : runnable_kernels()) {
-    CAPTURE(std::string(table->name));
+  in_every_tier([&](const KernelTable& table) {
     for (const int64_t length : {1, 7, 16, 31, 64, 131}) {
       std::vector<float> wide(static_cast<size_t>(length), -65519.0f);
       std::vector<uint16_t> narrow(static_cast<size_t>(length), 0xFF7F);  // -greatest bfloat16
-      CHECK(table->all_fit(wide.data(), DType::kFloat32, DType::kFloat16, length));
-      CHECK(table->all_fit(narrow.data(), DType::kBFloat16, DType::kFloat32, length));
+      CHECK(table.all_fit(wide.data(), DType::kFloat32, DType::kFloat16, length));
+      CHECK(table.all_fit(narrow.data(), DType::kBFloat16, DType::kFloat32, length));
       for (size_t at = 0; at < wide.size(); ++at) {
         wide[at] = -65520.0f;
         narrow[at] = 0xFF80;
-        CHECK_FALSE(table->all_fit(wide.data(), DType::kFloat32, DType::kFloat16, length));
-        CHECK(table->all_fit(wide.data(), DType::kFloat32, DType::kBFloat16, length));
-        CHECK_FALSE(table->all_fit(narrow.data(), DType::kBFloat16, DType::kFloat32, length));
+        CHECK_FALSE(table.all_fit(wide.data(), DType::kFloat32, DType::kFloat16, length));
+        CHECK(table.all_fit(wide.data(), DType::kFloat32, DType::kBFloat16, length));
+        CHECK_FALSE(table.all_fit(narrow.data(), DType::kBFloat16, DType::kFloat32, length));
         wide[at] = -65519.0f;
         narrow[at] = 0xFF7F;
       }
     }
-  }
+  });
 }
 
 TEST_CASE("rows that overflow the dtype they would be kept in are found, with any strides") {
   // Two heads of 16 in rows of 80 elements, or one run of 32.
-  for (const KernelTable* table : runnable_kernels()) {
-    const KernelOverride tier(*table);
+  in_every_tier([&](const KernelTable& table) {
     for (const int64_t head_stride : {16, 40}) {
-      CAPTURE(std::string(table->name));
+      CAPTURE(std::string(table.name));
       CAPTURE(head_stride);
       Layout layout;
       layout.layers = 1;
@@ -336,7 +331,7 @@ TEST_CASE("rows that overflow the dtype they would be kept in are found, with an
       v[at(1, 0, 3)] = -kInfinity;
       CHECK(found() == 1);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "kvpager/types.h"
 
 namespace kvpager::testing {

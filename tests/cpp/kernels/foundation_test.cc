@@ -11,11 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/processor.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "kvpager/layout.h"
-#include "kvpager/processor.h"
 #include "kvpager/thread_pool.h"
 
 namespace kvpager {

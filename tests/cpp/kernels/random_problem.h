@@ -75,6 +75,11 @@ inline std::vector<std::vector<int32_t>> random_selection(Dice& dice, const Shap
   return lists;
 }
 
+inline void select_at_random(const Shape& shape, std::vector<Row>* rows) {
+  Dice dice(static_cast<uint32_t>(rows->size()));
+  for (Row& row : *rows) row.selected = random_selection(dice, shape, row.position);
+}
+
 // Rows of one to three sequences in any order among padding.
 struct RandomRows {
   std::vector<Sequence> sequences;

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "kvpager/layout.h"
 
 namespace kvpager::testing {

@@ -3,14 +3,14 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <vector>
 
-#include "kernels/half.h"
+#include "base/half.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/attention.h"
 #include "kvpager/error.h"
 #include "read_row.h"
+#include "tiers.h"
 
 namespace kvpager::testing {
 namespace {
@@ -28,72 +28,6 @@ Layout small_layout(DType dtype) {
 
 TensorView view_of(std::vector<float>& data, int64_t rows, int64_t heads, int64_t dim) {
   return {data.data(), DType::kFloat32, rows, heads, dim, heads * dim, dim};
-}
-
-TEST_CASE("every 16-bit pattern survives the way to float32 and back, in every tier") {
-  for (const KernelTable* table : runnable_kernels()) {
-    CAPTURE(table->name);
-    std::vector<uint16_t> all(65536);
-    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
-    std::vector<float> wide(all.size());
-    std::vector<uint16_t> back(all.size());
-    for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-      table->to_float(all.data(), dtype, 65536, wide.data());
-      table->from_float(wide.data(), dtype, 65536, back.data());
-      int64_t wrong = 0;
-      for (size_t i = 0; i < all.size(); ++i) {
-        if (std::isnan(wide[i])) {
-          const float again =
-              dtype == DType::kFloat16 ? float16_to_float(back[i]) : bfloat16_to_float(back[i]);
-          wrong += !std::isnan(again);
-        } else {
-          wrong += back[i] != all[i];
-        }
-      }
-      CHECK(wrong == 0);
-      CHECK(wide[1] == (dtype == DType::kFloat16 ? std::ldexp(1.0f, -24) : std::ldexp(1.0f, -133)));
-    }
-  }
-}
-
-TEST_CASE("float32 is rounded to the nearest 16-bit value, ties to even, the same in every tier") {
-  std::mt19937 random(2);
-  std::vector<float> wide;
-  for (int i = 0; i < 20000; ++i) {
-    wide.push_back(
-        std::ldexp(static_cast<float>(random()) - 2e9f, static_cast<int>(random() % 60) - 60));
-  }
-  for (int i = 0; i < 2000; ++i) {  // half-way cases and denormals of float16
-    wide.push_back(static_cast<float>(2 * i + 1) * std::ldexp(1.0f, -25));
-    wide.push_back(1.0f + static_cast<float>(2 * i + 1) * std::ldexp(1.0f, -11));
-    wide.push_back(1.0f + static_cast<float>(2 * i + 1) * std::ldexp(1.0f, -8));
-  }
-  wide.push_back(65519.9f);
-  wide.push_back(65520.0f);
-  const int64_t count = static_cast<int64_t>(wide.size());
-  for (const KernelTable* table : runnable_kernels()) {
-    CAPTURE(table->name);
-    std::vector<uint16_t> half(wide.size());
-    std::vector<uint16_t> bfloat(wide.size());
-    table->from_float(wide.data(), DType::kFloat16, count, half.data());
-    table->from_float(wide.data(), DType::kBFloat16, count, bfloat.data());
-    int64_t wrong = 0;
-    for (size_t i = 0; i < wide.size(); ++i) {
-      const double x = double{wide[i]};
-      // The nearest multiple of the format's step at x, by the definition.
-      int exponent;
-      std::frexp(x, &exponent);
-      const double half_step = std::ldexp(1.0, std::max(exponent, -13) - 11);
-      const double bfloat_step = std::ldexp(1.0, exponent - 8);
-      double half_expected = std::nearbyint(x / half_step) * half_step;
-      if (std::fabs(half_expected) > 65504)
-        half_expected = std::copysign(std::numeric_limits<double>::infinity(), x);
-      wrong += double{float16_to_float(half[i])} != half_expected;
-      wrong +=
-          double{bfloat16_to_float(bfloat[i])} != std::nearbyint(x / bfloat_step) * bfloat_step;
-    }
-    CHECK(wrong == 0);
-  }
 }
 
 TEST_CASE("rows come back as they were written, whatever runs they were written in") {
@@ -151,36 +85,9 @@ TEST_CASE("rows outside a chunk or of another shape are refused") {
                   InvalidArgumentError);
 }
 
-TEST_CASE(
-    "the first row that is not finite is found, and rows that are not written are not looked at") {
-  for (const KernelTable* table : runnable_kernels()) {
-    const KernelOverride tier(*table);
-    for (const float bad :
-         {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
-          std::numeric_limits<float>::quiet_NaN()}) {
-      std::vector<float> k(6 * 3 * 32, 3.4e38f);
-      std::vector<float> v(6 * 3 * 16, -1e-42f);
-      std::byte slice{};
-      std::vector<WriteRow> rows(6, WriteRow{&slice, 0});
-      const Layout layout = small_layout(DType::kFloat32);
-      const auto find = [&] {
-        return find_non_finite(layout, view_of(k, 6, 3, 32), view_of(v, 6, 3, 16), rows.data(), 6);
-      };
-      CHECK(find() == -1);
-      v[5 * 3 * 16 + 47] = bad;
-      CHECK(find() == 5);
-      k[2 * 3 * 32 + 31] = bad;
-      CHECK(find() == 2);
-      rows[2].slice = nullptr;
-      CHECK(find() == 5);
-    }
-  }
-}
-
 TEST_CASE("the first query row that is not finite is found, of the rows that are some part's") {
   constexpr int kRows = 7;
-  for (const KernelTable* table : runnable_kernels()) {
-    const KernelOverride tier(*table);
+  in_every_tier([&](const KernelTable&) {
     for (const int dim : {16, 24, 40, 64}) {
       const size_t row_floats = 3 * static_cast<size_t>(dim);
       for (const float bad :
@@ -207,7 +114,7 @@ TEST_CASE("the first query row that is not finite is found, of the rows that are
         }
       }
     }
-  }
+  });
 }
 
 TEST_CASE("rows after the valid ones become zero and the valid ones stay") {

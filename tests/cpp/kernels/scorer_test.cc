@@ -8,49 +8,35 @@
 #include <random>
 #include <string>
 
-#include "kernels/half.h"
+#include "base/half.h"
+#include "bits2_score.h"
+#include "elements.h"
 #include "kernels/kernel_table.h"
-#include "kvpager/error.h"
 #include "kvpager/selection.h"
+#include "tiers.h"
 
-namespace kvpager {
+namespace kvpager::testing {
 namespace {
 
-Layout layout_of(int tokens, int k_dim, DType dtype = DType::kFloat32) {
-  Layout layout;
-  layout.layers = layout.kv_heads = 1;
-  layout.chunk_tokens = tokens;
-  layout.k_dim = layout.v_dim = k_dim;
-  layout.k_dtype = layout.v_dtype = dtype;
-  return layout;
-}
-
-std::vector<std::byte> summary_of(const Scorer& scorer, const Layout& layout,
-                                  const std::vector<float>& tile, std::byte fill = std::byte{0}) {
+std::vector<std::byte> summary_of(const Layout& layout, const std::vector<float>& tile,
+                                  std::byte fill = std::byte{0}) {
   std::vector<std::byte> bytes(tile.size() * static_cast<size_t>(dtype_bytes(layout.k_dtype)));
   for (size_t i = 0; i < tile.size(); ++i) {
-    const uint16_t half =
-        layout.k_dtype == DType::kFloat16 ? float_to_float16(tile[i]) : float_to_bfloat16(tile[i]);
-    if (layout.k_dtype == DType::kFloat32) {
-      std::memcpy(bytes.data() + 4 * i, &tile[i], 4);
-    } else {
-      std::memcpy(bytes.data() + 2 * i, &half, 2);
-    }
+    round_to(layout.k_dtype, tile[i], bytes.data(), static_cast<int64_t>(i));
   }
-  std::vector<std::byte> out(static_cast<size_t>(scorer.summary_bytes(layout)), fill);
-  scorer.summarize(layout, bytes.data(), out.data());
+  std::vector<std::byte> out(static_cast<size_t>(bits2::summary_bytes(layout)), fill);
+  bits2::summarize(layout, bytes.data(), out.data());
   return out;
 }
 
-std::vector<double> scores_of(const Scorer& scorer, const Layout& layout, int group,
-                              const std::vector<float>& q,
+std::vector<double> scores_of(const Layout& layout, int group, const std::vector<float>& q,
                               const std::vector<std::vector<std::byte>>& summaries) {
-  std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, group)));
-  scorer.prepare(layout, group, q.data(), query.data());
+  std::vector<std::byte> query(static_cast<size_t>(bits2::query_bytes(layout, group)));
+  bits2::prepare(layout, group, q.data(), query.data());
   std::vector<const std::byte*> pointers;
   for (const auto& summary : summaries) pointers.push_back(summary.data());
   std::vector<double> scores(summaries.size());
-  scorer.score(layout, group, query.data(), pointers.data(), static_cast<int64_t>(pointers.size()),
+  bits2::score(layout, group, query.data(), pointers.data(), static_cast<int64_t>(pointers.size()),
                scores.data());
   return scores;
 }
@@ -150,98 +136,63 @@ double plain_sketch_score(const Layout& layout, int group, const std::vector<int
   return best;
 }
 
-double plain_mean_score(const Layout& layout, int group, const std::vector<int>& q,
-                        const std::byte* summary) {
-  const int padded = (layout.k_dim + 63) / 64 * 64;
-  double best = -std::numeric_limits<double>::infinity();
-  for (int h = 0; h < group; ++h) {
-    int64_t sum = 0;
-    for (int d = 0; d < layout.k_dim; ++d) {
-      sum += q[static_cast<size_t>(h * layout.k_dim + d)] * (static_cast<int>(summary[d]) - 128);
-    }
-    best = std::max(best, double{read_float(summary + padded)} * static_cast<double>(sum));
-  }
-  return best;
-}
-
-const char* kNames[] = {"mean", "bits2", "exact"};
-
 TEST_CASE(
     "summaries are whole cache lines, every byte written, and equal for equal keys of any dtype") {
-  for (const char* name : kNames) {
-    CAPTURE(name);
-    const Scorer& scorer = find_scorer(name);
-    for (const int tokens : {16, 64, 256}) {
-      for (const int k_dim : {16, 48, 128, 512}) {
-        const Layout layout = layout_of(tokens, k_dim);
-        CHECK(scorer.summary_bytes(layout) % 64 == 0);
-        std::vector<float> tile = chunks_of(layout, 1, 3)[0];
-        for (float& x : tile) x = bfloat16_to_float(float_to_bfloat16(x));
-        const auto zeros = summary_of(scorer, layout, tile, std::byte{0});
-        CHECK(zeros == summary_of(scorer, layout, tile, std::byte{0xFF}));
-        CHECK(zeros == summary_of(scorer, layout_of(tokens, k_dim, DType::kBFloat16), tile));
-      }
+  for (const int tokens : {16, 64, 256}) {
+    for (const int k_dim : {16, 48, 128, 512}) {
+      const Layout layout = key_layout(tokens, k_dim);
+      CHECK(bits2::summary_bytes(layout) % 64 == 0);
+      std::vector<float> tile = chunks_of(layout, 1, 3)[0];
+      for (float& x : tile) x = bfloat16_to_float(float_to_bfloat16(x));
+      const auto zeros = summary_of(layout, tile, std::byte{0});
+      CHECK(zeros == summary_of(layout, tile, std::byte{0xFF}));
+      CHECK(zeros == summary_of(key_layout(tokens, k_dim, DType::kBFloat16), tile));
     }
   }
 }
 
 TEST_CASE("integer scores equal plain integer arithmetic, in every tier, for every group") {
-  for (const char* name : kNames) {
-    CAPTURE(name);
-    const std::string scorer_name = name;
-    const Scorer& scorer = find_scorer(name);
-    for (const int tokens : {16, 32, 64, 128, 256}) {
-      for (const int k_dim : {16, 64, 80, 128, 512}) {
-        for (const int group : {1, 2, 3, 4, 5, 8}) {
-          CAPTURE(tokens);
-          CAPTURE(k_dim);
-          CAPTURE(group);
-          const Layout layout = layout_of(tokens, k_dim);
-          std::vector<std::vector<std::byte>> summaries;
-          for (const auto& tile : chunks_of(layout, 3, 5))
-            summaries.push_back(summary_of(scorer, layout, tile));
-          const std::vector<float> q = normal_floats(static_cast<size_t>(group * k_dim), 9);
-          const std::vector<int> codes = query_codes(q);
-          std::vector<double> expected;
-          for (const auto& summary : summaries) {
-            if (scorer_name == "bits2") {
-              expected.push_back(plain_sketch_score(layout, group, codes, summary.data()));
-            } else if (scorer_name == "mean") {
-              expected.push_back(plain_mean_score(layout, group, codes, summary.data()));
-            }
-          }
-          if (scorer_name == "exact") expected = scores_of(scorer, layout, group, q, summaries);
-          for (const KernelTable* table : runnable_kernels()) {
-            CAPTURE(table->name);
-            const KernelOverride tier(*table);
-            CHECK(scores_of(scorer, layout, group, q, summaries) == expected);
-          }
-        }
+  for (const int tokens : {16, 32, 64, 128, 256}) {
+    for (const int k_dim : {16, 64, 80, 128, 512}) {
+      for (const int group : {1, 2, 3, 4, 5, 8}) {
+        CAPTURE(tokens);
+        CAPTURE(k_dim);
+        CAPTURE(group);
+        const Layout layout = key_layout(tokens, k_dim);
+        std::vector<std::vector<std::byte>> summaries;
+        for (const auto& tile : chunks_of(layout, 3, 5))
+          summaries.push_back(summary_of(layout, tile));
+        const std::vector<float> q = normal_floats(static_cast<size_t>(group * k_dim), 9);
+        const std::vector<int> codes = query_codes(q);
+        std::vector<double> expected;
+        for (const auto& summary : summaries)
+          expected.push_back(plain_sketch_score(layout, group, codes, summary.data()));
+        in_every_tier(
+            [&](const KernelTable&) { CHECK(scores_of(layout, group, q, summaries) == expected); });
       }
     }
   }
 }
 
-TEST_CASE("exact scores are the largest dot product of any query head and token") {
-  const Layout layout = layout_of(32, 48);
-  const Scorer& scorer = find_scorer("exact");
-  const auto chunks = chunks_of(layout, 4, 21);
-  const std::vector<float> q = normal_floats(3 * 48, 22);
-  std::vector<std::vector<std::byte>> summaries;
-  for (const auto& tile : chunks) summaries.push_back(summary_of(scorer, layout, tile));
-  const auto scores = scores_of(scorer, layout, 3, q, summaries);
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    double best = -1e300;
-    for (size_t h = 0; h < 3; ++h) {
-      for (size_t t = 0; t < 32; ++t) {
+// The largest dot product of any query head and token, of tiles in binary64.
+std::vector<double> exact_scores(const Layout& layout, size_t group, const std::vector<float>& q,
+                                 const std::vector<std::vector<float>>& tiles) {
+  const auto dims = static_cast<size_t>(layout.k_dim);
+  const auto tokens = static_cast<size_t>(layout.chunk_tokens);
+  std::vector<double> scores;
+  for (const std::vector<float>& tile : tiles) {
+    double best = -std::numeric_limits<double>::infinity();
+    for (size_t h = 0; h < group; ++h) {
+      for (size_t t = 0; t < tokens; ++t) {
         double dot = 0;
-        for (size_t d = 0; d < 48; ++d)
-          dot += double{q[h * 48 + d]} * double{chunks[c][d * 32 + t]};
+        for (size_t d = 0; d < dims; ++d)
+          dot += double{q[h * dims + d]} * double{tile[d * tokens + t]};
         best = std::max(best, dot);
       }
     }
-    CHECK(scores[c] == best);
+    scores.push_back(best);
   }
+  return scores;
 }
 
 // A tile with every key replaced by its four-valued sketch, in binary64 and without integer
@@ -266,38 +217,34 @@ TEST_CASE(
     "sketches rank chunks as their real-valued sketch does, follow all keys, and two bits find a "
     "needle") {
   for (const int k_dim : {64, 128}) {
-    const Layout layout = layout_of(64, k_dim);
+    const Layout layout = key_layout(64, k_dim);
     auto chunks = chunks_of(layout, 200, 31);
-    const Scorer& exact = find_scorer("exact");
     {
-      const Scorer& scorer = find_scorer("bits2");
       double worst_ideal = 1;
       double worst_exact = 1;
       for (uint32_t seed = 0; seed < 8; ++seed) {
         const std::vector<float> q = normal_floats(static_cast<size_t>(2 * k_dim), 100 + seed);
         auto tiles = chunks;
         for (size_t d = 0; d < static_cast<size_t>(k_dim); ++d) tiles[77][d * 64 + 5] = 1.5f * q[d];
-        std::vector<std::vector<std::byte>> keys;
-        std::vector<std::vector<std::byte>> ideals;
+        std::vector<std::vector<float>> ideals;
         std::vector<std::vector<std::byte>> sketches;
         for (const auto& tile : tiles) {
-          keys.push_back(summary_of(exact, layout, tile));
-          ideals.push_back(summary_of(exact, layout, ideal_sketch(layout, tile)));
-          sketches.push_back(summary_of(scorer, layout, tile));
+          ideals.push_back(ideal_sketch(layout, tile));
+          sketches.push_back(summary_of(layout, tile));
         }
-        const auto truth = scores_of(exact, layout, 2, q, keys);
-        const auto ideal = scores_of(exact, layout, 2, q, ideals);
-        auto scores = scores_of(scorer, layout, 2, q, sketches);
+        const auto truth = exact_scores(layout, 2, q, tiles);
+        const auto ideal = exact_scores(layout, 2, q, ideals);
+        auto scores = scores_of(layout, 2, q, sketches);
         worst_ideal = std::min(worst_ideal, spearman(scores, ideal));
         worst_exact = std::min(worst_exact, spearman(scores, truth));
         CHECK(std::max_element(scores.begin(), scores.end()) - scores.begin() == 77);
 
-        std::vector<std::byte> query(static_cast<size_t>(scorer.query_bytes(layout, 2)));
-        scorer.prepare(layout, 2, q.data(), query.data());
+        std::vector<std::byte> query(static_cast<size_t>(bits2::query_bytes(layout, 2)));
+        bits2::prepare(layout, 2, q.data(), query.data());
         double error = 0;
         double size = 0;
         for (size_t c = 0; c < scores.size(); ++c) {
-          error += std::fabs(scores[c] * scorer.query_scale(query.data()) - ideal[c]);
+          error += std::fabs(scores[c] * bits2::query_scale(query.data()) - ideal[c]);
           size += std::fabs(ideal[c]);
         }
         CHECK(error / size < 0.04);
@@ -313,44 +260,26 @@ TEST_CASE(
 TEST_CASE("scores are finite for zero, equal, huge, denormal and non-finite keys and queries") {
   const float inf = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const char* name : kNames) {
-    CAPTURE(name);
-    const Scorer& scorer = find_scorer(name);
-    const Layout layout = layout_of(64, 64);
-    for (const std::vector<float>& values : {std::vector<float>{0.0f},
-                                             {2.5f},
-                                             {1e30f, -1e30f},
-                                             {3.4e38f, -3.4e38f},
-                                             {1e-40f, -3e-42f},
-                                             {1e-31f, 1e30f},
-                                             {nan, inf, -inf, 1.0f}}) {
-      std::vector<float> tile(64 * 64);
-      for (size_t i = 0; i < tile.size(); ++i) tile[i] = values[i * 7 / 3 % values.size()];
-      const std::vector<std::vector<std::byte>> summaries = {summary_of(scorer, layout, tile)};
-      for (const float size : {0.0f, 1e-42f, 1e-20f, 1.0f, 3.4e38f}) {
-        const std::vector<float> q = normal_floats(128, 51, std::min(size, 1e38f));
-        for (const double score : scores_of(scorer, layout, 2, q, summaries))
-          CHECK(std::isfinite(score));
-      }
-      if (std::string(name) != "exact") {
-        std::vector<float> q(128, nan);
-        q[3] = inf;
-        for (const double score : scores_of(scorer, layout, 2, q, summaries))
-          CHECK(std::isfinite(score));
-      }
+  const Layout layout = key_layout(64, 64);
+  for (const std::vector<float>& values : {std::vector<float>{0.0f},
+                                           {2.5f},
+                                           {1e30f, -1e30f},
+                                           {3.4e38f, -3.4e38f},
+                                           {1e-40f, -3e-42f},
+                                           {1e-31f, 1e30f},
+                                           {nan, inf, -inf, 1.0f}}) {
+    std::vector<float> tile(64 * 64);
+    for (size_t i = 0; i < tile.size(); ++i) tile[i] = values[i * 7 / 3 % values.size()];
+    const std::vector<std::vector<std::byte>> summaries = {summary_of(layout, tile)};
+    for (const float size : {0.0f, 1e-42f, 1e-20f, 1.0f, 3.4e38f}) {
+      const std::vector<float> q = normal_floats(128, 51, std::min(size, 1e38f));
+      for (const double score : scores_of(layout, 2, q, summaries)) CHECK(std::isfinite(score));
     }
+    std::vector<float> q(128, nan);
+    q[3] = inf;
+    for (const double score : scores_of(layout, 2, q, summaries)) CHECK(std::isfinite(score));
   }
-}
-
-TEST_CASE("scorers are found by name, and an unknown name lists the known ones") {
-  for (const char* name : kNames) {
-    CHECK(std::string(find_scorer(name).name()) == name);
-    CHECK(std::string(find_scorer(name).description()).size() > 10);
-  }
-  CHECK(scorer_names() == std::vector<std::string>(std::begin(kNames), std::end(kNames)));
-  CHECK_THROWS_WITH_AS(find_scorer("bits1"), doctest::Contains("mean, bits2, exact"),
-                       InvalidArgumentError);
 }
 
 }  // namespace
-}  // namespace kvpager
+}  // namespace kvpager::testing

@@ -47,17 +47,18 @@ inline Shape small_shape(DType dtype = DType::kFloat32) {
 }
 inline constexpr int64_t kLength = 16 * 17 + 5;
 
-// Rows at the places where something begins or ends.
-inline std::vector<Row> rows_of(const Shape& shape, float query_scale) {
-  std::vector<Row> rows;
-  for (const int64_t position : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{127},
-                                 int64_t{128}, kLength - 17, kLength - 1}) {
-    Row row;
-    row.position = position;
-    row.query = noisy_query(shape, static_cast<uint64_t>(position), query_scale);
-    rows.push_back(row);
+inline std::vector<Row> noisy_rows(const Shape& shape, const std::vector<int64_t>& positions,
+                                   float query_scale) {
+  std::vector<Row> rows = rows_at(positions);
+  for (Row& row : rows) {
+    row.query = noisy_query(shape, static_cast<uint64_t>(row.position), query_scale);
   }
   return rows;
+}
+
+// Rows at the places where something begins or ends.
+inline std::vector<Row> rows_of(const Shape& shape, float query_scale) {
+  return noisy_rows(shape, {0, 1, 15, 16, 127, 128, kLength - 17, kLength - 1}, query_scale);
 }
 
 // Elements that differ in a bit. All NaN count as one: which of several operands' payload survives
@@ -67,6 +68,14 @@ inline int64_t differing(const std::vector<float>& a, const std::vector<float>& 
   for (size_t i = 0; i < a.size(); ++i) {
     count += std::isnan(a[i]) ? !std::isnan(b[i]) : float_bits(a[i]) != float_bits(b[i]);
   }
+  return count;
+}
+
+inline int64_t differing(const std::vector<std::vector<float>>& a,
+                         const std::vector<std::vector<float>>& b) {
+  if (a.size() != b.size()) return -1;
+  int64_t count = 0;
+  for (size_t i = 0; i < a.size(); ++i) count += differing(a[i], b[i]);
   return count;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/kernel_table.h"
+#include "tiers.h"
 
 namespace kvpager::testing {
 namespace {
@@ -19,11 +20,8 @@ namespace {
 // Holds every tier in every mode against the reference; returns the expected outputs.
 std::vector<std::vector<float>> check_everywhere(const Shape& shape, Sequence& sequence,
                                                  const std::vector<Row>& rows) {
-  std::vector<std::vector<float>> expected;
-  for (const Row& row : rows) expected.push_back(reference_in_order(shape, sequence, row));
-  for (const KernelTable* table : runnable_kernels()) {
-    CAPTURE(std::string(table->name));
-    const KernelOverride tier(*table);
+  const auto expected = reference_in_order(shape, sequence, rows);
+  in_every_tier([&](const KernelTable&) {
     for (const NamedMode& mode : kModes) {
       CAPTURE(std::string(mode.name));
       RunOptions options;
@@ -37,7 +35,7 @@ std::vector<std::vector<float>> check_everywhere(const Shape& shape, Sequence& s
       const auto alone = attend(shape, {&sequence}, {rows.back()}, options);
       CHECK(differing(alone[0], expected.back()) == 0);
     }
-  }
+  });
   return expected;
 }
 
@@ -250,22 +248,14 @@ TEST_CASE("head dimensions from 16 to 256 and chunks of every size, in every tie
       CAPTURE(dim);
       const int64_t length = shape.tokens * (shape.tokens == 256 ? 2 : 9) + 3;
       Sequence sequence(layout_of(shape), length, 3 + static_cast<uint32_t>(dim));
-      std::vector<Row> rows;
-      std::vector<std::vector<float>> expected;
-      for (int i = 0; i < 7; ++i) {
-        Row row;
-        row.position = i == 0 ? 0 : length - i;
-        row.query_seed = static_cast<uint32_t>(i);
-        rows.push_back(row);
-        expected.push_back(reference_in_order(shape, sequence, row));
-      }
-      for (const KernelTable* table : runnable_kernels()) {
-        CAPTURE(std::string(table->name));
-        const KernelOverride tier(*table);
+      const std::vector<Row> rows =
+          rows_at({0, length - 1, length - 2, length - 3, length - 4, length - 5, length - 6});
+      const auto expected = reference_in_order(shape, sequence, rows);
+      in_every_tier([&](const KernelTable&) {
         const auto got = attend(shape, {&sequence}, rows);
-        for (size_t i = 0; i < rows.size(); ++i) CHECK(differing_bits(got[i], expected[i]) == 0);
+        CHECK(differing_bits(got, expected) == 0);
         CHECK(differing_bits(attend(shape, {&sequence}, {rows[3]})[0], expected[3]) == 0);
-      }
+      });
     }
   }
 }
@@ -289,15 +279,10 @@ TEST_CASE("NaN, infinities and denormals in keys a row does not see cannot reach
       Shape shape = small_shape(dtype);
       shape.window = 40;
       Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
-      std::vector<Row> rows;
-      for (int64_t position = 131; position < 139; ++position) {  // all in one chunk
-        Row row;
-        row.position = position;
-        row.query = noisy_query(shape, static_cast<uint64_t>(position), 1.0f);
-        rows.push_back(row);
-      }
-      std::vector<std::vector<float>> expected;
-      for (const Row& row : rows) expected.push_back(reference_in_order(shape, sequence, row));
+      // All in one chunk.
+      const std::vector<Row> rows =
+          noisy_rows(shape, {131, 132, 133, 134, 135, 136, 137, 138}, 1.0f);
+      const auto expected = reference_in_order(shape, sequence, rows);
       // Before the first row's window, and after the last row.
       for (int64_t t = 0; t <= rows.front().position - shape.window; ++t) {
         spoil(layout_of(shape), sequence, t, junk);
@@ -305,23 +290,19 @@ TEST_CASE("NaN, infinities and denormals in keys a row does not see cannot reach
       for (int64_t t = rows.back().position + 1; t < kLength; ++t) {
         spoil(layout_of(shape), sequence, t, junk);
       }
-      for (const KernelTable* table : runnable_kernels()) {
-        CAPTURE(std::string(table->name));
-        const KernelOverride tier(*table);
+      in_every_tier([&](const KernelTable&) {
         const auto got = attend(shape, {&sequence}, rows);
-        for (size_t i = 0; i < rows.size(); ++i) CHECK(differing_bits(got[i], expected[i]) == 0);
-      }
+        CHECK(differing_bits(got, expected) == 0);
+      });
       // What only later rows see spoils those and leaves the first ones alone.
       spoil(layout_of(shape), sequence, rows[3].position + 1, junk);
-      for (const KernelTable* table : runnable_kernels()) {
-        CAPTURE(std::string(table->name));
-        const KernelOverride tier(*table);
+      in_every_tier([&](const KernelTable&) {
         for (const int threads : {1, 3}) {
           const auto got = attend(shape, {&sequence}, rows, {threads, {}});
           for (size_t i = 0; i < 4; ++i) CHECK(differing_bits(got[i], expected[i]) == 0);
           for (size_t i = 4; i < 8; ++i) CHECK(differing_bits(got[i], expected[i]) > 0);
         }
-      }
+      });
     }
   }
 }
@@ -339,14 +320,12 @@ TEST_CASE("a chunk that only a neighbour selects cannot reach a row, whatever is
     for (int64_t t = 5 * 16; t < 6 * 16; ++t) {
       spoil(layout_of(shape), sequence, t, 0x7FC07FC0u);
     }
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
-      const KernelOverride tier(*table);
+    in_every_tier([&](const KernelTable&) {
       const auto got = attend(shape, {&sequence}, rows);
       CHECK(differing_bits(got[0], expected) == 0);
       CHECK(std::count_if(got[1].begin(), got[1].end(), is_not_finite) ==
             static_cast<int64_t>(got[1].size()));
-    }
+    });
   }
 }
 
@@ -355,12 +334,9 @@ TEST_CASE("a query that is not finite spoils its own row and no other") {
     const Shape shape = small_shape();
     Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
     std::vector<Row> rows = rows_of(shape, 1.0f);
-    std::vector<std::vector<float>> expected;
-    for (const Row& row : rows) expected.push_back(reference_in_order(shape, sequence, row));
+    const auto expected = reference_in_order(shape, sequence, rows);
     rows[5].query[3] = bad;
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
-      const KernelOverride tier(*table);
+    in_every_tier([&](const KernelTable&) {
       for (const NamedMode& mode : kModes) {
         CAPTURE(std::string(mode.name));
         RunOptions options;
@@ -371,7 +347,7 @@ TEST_CASE("a query that is not finite spoils its own row and no other") {
         }
         CHECK(differing_bits(got[5], expected[5]) > 0);
       }
-    }
+    });
   }
 }
 
@@ -393,20 +369,15 @@ TEST_CASE("what an earlier call left in the scratch memory reaches no result") {
   large.k_dim = large.v_dim = 128;
   const Element bad = constant(kNaN);
   Sequence poison(layout_of(large), 64 * 20, bad, bad);
-  std::vector<Row> poisonous;
-  for (int i = 0; i < 40; ++i) {
-    Row row;
-    row.position = poison.length() - 1 - i;
+  std::vector<Row> poisonous = last_rows(poison, 40);
+  for (Row& row : poisonous) {
     row.query.assign(static_cast<size_t>(large.kv_heads * large.group * large.k_dim), kNaN);
-    poisonous.push_back(row);
   }
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const Shape shape = small_shape(dtype);
     Sequence sequence(layout_of(shape), kLength, noisy(1, 1.0f), noisy(2, 1.0f));
     const std::vector<Row> rows = rows_of(shape, 1.0f);
-    for (const KernelTable* table : runnable_kernels()) {
-      CAPTURE(std::string(table->name));
-      const KernelOverride tier(*table);
+    in_every_tier([&](const KernelTable&) {
       for (const int threads : {1, 3}) {
         for (const size_t used : {size_t{1}, rows.size()}) {
           AttendWorkspace workspace;
@@ -422,7 +393,7 @@ TEST_CASE("what an earlier call left in the scratch memory reaches no result") {
           }
         }
       }
-    }
+    });
   }
 }
 

@@ -8,40 +8,12 @@
 #include <thread>
 #include <vector>
 
-#include "attend_problem.h"
 #include "kernels/kernel_table.h"
 #include "kvpager/error.h"
+#include "random_problem.h"
 
 namespace kvpager::testing {
 namespace {
-
-// Every row sees its own chunk and about every third before it, per kv head.
-std::vector<std::vector<int32_t>> some_chunks(const Shape& shape, int64_t position, uint32_t salt) {
-  std::vector<std::vector<int32_t>> lists(static_cast<size_t>(shape.kv_heads));
-  const int32_t own = static_cast<int32_t>(position / shape.tokens);
-  for (size_t head = 0; head < lists.size(); ++head) {
-    for (int32_t c = 0; c < own; ++c) {
-      if ((static_cast<uint32_t>(c) * 7 + salt + static_cast<uint32_t>(head)) % 3 == 0) {
-        lists[head].push_back(c);
-      }
-    }
-    lists[head].push_back(own);
-  }
-  return lists;
-}
-
-std::vector<Row> last_rows(const Shape& shape, const Sequence& sequence, int count,
-                           bool selecting) {
-  std::vector<Row> rows;
-  for (int i = 0; i < count; ++i) {
-    Row row;
-    row.position = sequence.length() - count + i;
-    row.query_seed = static_cast<uint32_t>(row.position);
-    if (selecting) row.selected = some_chunks(shape, row.position, row.query_seed);
-    rows.push_back(row);
-  }
-  return rows;
-}
 
 constexpr int kRows = 40;
 
@@ -64,9 +36,9 @@ TEST_CASE("any number of threads and rows, in any waves, gives a row the same bi
     Sequence sequence(layout_of(shape), 16 * 29 + 7, 4);
     for (const bool selecting : {false, true}) {
       CAPTURE(selecting);
-      const std::vector<Row> all = last_rows(shape, sequence, kRows, selecting);
-      std::vector<std::vector<float>> expected;
-      for (const Row& row : all) expected.push_back(reference_in_order(shape, sequence, row));
+      std::vector<Row> all = last_rows(sequence, kRows);
+      if (selecting) select_at_random(shape, &all);
+      const auto expected = reference_in_order(shape, sequence, all);
       AttendWorkspace workspace;  // one for all: its sizes change from call to call
       for (const int threads : {1, 2, 3, 7}) {
         for (int count = 1; count <= kRows; count += threads == 1 ? 1 : 3) {
@@ -105,8 +77,7 @@ TEST_CASE("splits that are done before those ahead of them wait to be merged") {
   shape.kv_heads = 1;
   shape.tokens = 16;
   Sequence sequence(layout_of(shape), 16 * 8 * 20, 5);
-  Row row;
-  row.position = sequence.length() - 1;
+  const Row row = last_rows(sequence, 1)[0];
   const std::vector<float> expected = reference_in_order(shape, sequence, row);
   plain = &kernels();
   KernelTable delaying = *plain;
@@ -134,16 +105,12 @@ TEST_CASE("splits computed apart that would take too much memory are taken in pa
   shape.dtype = DType::kBFloat16;
   // 32 rows x 8 heads x 130 splits x 528 floats are 70 MB of states; the bound is 64 MiB.
   Sequence sequence(layout_of(shape), 16 * 8 * 130, 4);
-  std::vector<Row> rows;
+  std::vector<Row> rows = last_rows(sequence, 32);
   for (int i = 0; i < 32; ++i) {
-    Row row;
-    row.position = sequence.length() - 32 + i;
-    row.query_seed = static_cast<uint32_t>(i);
-    row.selected.resize(1);
+    std::vector<int32_t>& chunks = rows[static_cast<size_t>(i)].selected.emplace_back();
     for (int32_t split = 0; split < 130; ++split) {
-      row.selected[0].push_back(split * 8 + (split == 129 ? 7 : (split + i) % 8));
+      chunks.push_back(split * 8 + (split == 129 ? 7 : (split + i) % 8));
     }
-    rows.push_back(row);
   }
   const auto one = attend(shape, {&sequence}, rows);
   for (const size_t i : {size_t{0}, size_t{31}}) {
@@ -154,7 +121,7 @@ TEST_CASE("splits computed apart that would take too much memory are taken in pa
   options.threads = 7;
   options.workspace = &workspace;
   const auto seven = attend(shape, {&sequence}, rows, options);
-  for (size_t i = 0; i < rows.size(); ++i) CHECK(differing_bits(seven[i], one[i]) == 0);
+  CHECK(differing_bits(seven, one) == 0);
   CHECK(workspace.bytes() < int64_t{66} << 20);
   CHECK(workspace.bytes() > int64_t{30} << 20);  // it was the way this test is about
 }
@@ -215,35 +182,14 @@ TEST_CASE("strides, odd addresses and an output in place of the queries change n
     const int64_t count = 5;
     const int64_t heads = 4;
     const size_t element = static_cast<size_t>(dtype_bytes(dtype));
+    const std::vector<Row> given = rows_at({30, 60, 90, 120, 150});
+    const auto expected = reference_in_order(shape, sequence, given);
     std::vector<AttendRow> rows;
-    std::vector<std::vector<float>> expected;
     std::vector<std::vector<float>> queries;
-    for (int64_t i = 0; i < count; ++i) {
-      Row row;
-      row.position = 30 * (i + 1);
-      row.query_seed = static_cast<uint32_t>(i);
+    for (const Row& row : given) {
       rows.push_back({row.position, 0});
       queries.push_back(query_of(shape, row));
-      expected.push_back(reference_in_order(shape, sequence, row));
     }
-    const auto put = [&](std::byte* to, float value) {
-      if (dtype == DType::kFloat32) {
-        std::memcpy(to, &value, 4);
-      } else {
-        const uint16_t bits = float_to_bfloat16(value);
-        std::memcpy(to, &bits, 2);
-      }
-    };
-    const auto get = [&](const std::byte* from) {
-      float value;
-      if (dtype == DType::kFloat32) {
-        std::memcpy(&value, from, 4);
-        return value;
-      }
-      uint16_t bits;
-      std::memcpy(&bits, from, 2);
-      return bfloat16_to_float(bits);
-    };
     struct Strides {
       int64_t row, head;
     };
@@ -265,8 +211,8 @@ TEST_CASE("strides, odd addresses and an output in place of the queries change n
           for (int64_t i = 0; i < count; ++i) {
             for (int64_t h = 0; h < heads; ++h) {
               for (int64_t d = 0; d < 32; ++d) {
-                put(q + at(i, h, d),
-                    queries[static_cast<size_t>(i)][static_cast<size_t>(h * 32 + d)]);
+                round_to(dtype, queries[static_cast<size_t>(i)][static_cast<size_t>(h * 32 + d)],
+                         q + at(i, h, d), 0);
               }
             }
           }
@@ -280,7 +226,7 @@ TEST_CASE("strides, odd addresses and an output in place of the queries change n
             for (int64_t h = 0; h < heads; ++h) {
               for (int64_t d = 0; d < 32; ++d) {
                 wrong +=
-                    float_bits(get(out + at(i, h, d))) !=
+                    float_bits(widen(dtype, out + at(i, h, d), 0)) !=
                     float_bits(expected[static_cast<size_t>(i)][static_cast<size_t>(h * 32 + d)]);
                 std::memcpy(before.data() + offset * element + at(i, h, d), out + at(i, h, d),
                             element);

@@ -1,44 +1,20 @@
 #include "memory/disk_spill.h"
 
-#include <dirent.h>
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "../disarm.h"
+#include "../folder.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 
 namespace kvpager {
 namespace {
 
-class Folder {
- public:
-  Folder() {
-    const char* base = std::getenv("TMPDIR");
-    path_ = std::string(base != nullptr ? base : "/tmp") + "/kvpager_spill_XXXXXX";
-    REQUIRE(mkdtemp(path_.data()) != nullptr);
-  }
-  ~Folder() {
-    fault::disarm_all();
-    rmdir(path_.c_str());
-  }
-  const std::string& path() const { return path_; }
-  int entries() const {
-    int count = 0;
-    DIR* folder = opendir(path_.c_str());
-    REQUIRE(folder != nullptr);
-    while (readdir(folder) != nullptr) ++count;
-    closedir(folder);
-    return count - 2;
-  }
-
- private:
-  std::string path_;
-};
+using testing::Disarm;
+using testing::Folder;
 
 constexpr int64_t kSlot = 4096;
 
@@ -82,7 +58,7 @@ TEST_CASE("the spill file has no name, so that a crash leaves nothing behind") {
   const Folder folder;
   DiskSpill disk(folder.path(), 2, kSlot);
   disk.write(1, pattern(1).data());
-  CHECK(folder.entries() == 0);
+  CHECK(folder.names().empty());
 }
 
 TEST_CASE("a folder that is missing, or is a file, is a StorageError with the system's words") {
@@ -101,6 +77,7 @@ TEST_CASE("no slots: the folder is never touched") {
 }
 
 TEST_CASE("injected faults name the folder and the reason, and the next call works") {
+  const Disarm disarm;
   const Folder folder;
   DiskSpill disk(folder.path(), 2, kSlot);
   fault::arm("disk.write", 0, ENOSPC);
@@ -117,12 +94,13 @@ TEST_CASE("injected faults name the folder and the reason, and the next call wor
 }
 
 TEST_CASE("room that cannot be had is refused when the file is made") {
+  const Disarm disarm;
   const Folder folder;
   fault::arm("disk.reserve", 0, ENOSPC);
   const std::string error = storage_error([&] { const DiskSpill spill(folder.path(), 4, kSlot); });
   CHECK(error.find("cannot reserve 16384 bytes: No space left") != std::string::npos);
   CHECK(error.find(folder.path()) != std::string::npos);
-  CHECK(folder.entries() == 0);
+  CHECK(folder.names().empty());
 }
 
 TEST_CASE("reading past what was ever written is an error, not zeros") {

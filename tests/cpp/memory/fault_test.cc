@@ -1,4 +1,4 @@
-#include "kvpager/fault.h"
+#include "base/fault.h"
 
 #include <doctest/doctest.h>
 #include <sys/wait.h>
@@ -9,12 +9,12 @@
 #include <thread>
 #include <vector>
 
+#include "../disarm.h"
+
 namespace kvpager {
 namespace {
 
-struct Disarm {
-  ~Disarm() { fault::disarm_all(); }
-};
+using testing::Disarm;
 
 TEST_CASE("nothing armed: every visit passes") {
   CHECK_FALSE(fault::any_armed.load());

@@ -64,8 +64,7 @@ PAGER_TEST("a forward that is aborted, or whose rows are rejected, keeps no prom
   Known sequence = create(pager, 8);
   const std::vector<TokenId> more = some_tokens(16, 5);
   const auto rows = commit_rows(sequence.id, 8, more.data(), 16);
-  std::vector<TokenId> all = sequence.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(sequence.tokens, more);
   pager.begin(rows);
   CHECK(pager.stats().reserved_chunks == 1);
   pager.abort();

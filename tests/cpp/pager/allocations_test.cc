@@ -11,7 +11,6 @@
 namespace kvpager::pager_test {
 namespace {
 
-const std::string kNamespace = small_options(4, 4).namespace_key;
 constexpr int64_t kMostAllocations = 2000;
 
 // What a refused call leaves alone.
@@ -72,32 +71,16 @@ int64_t fail_at_every_allocation(const std::function<void(Scene&)>& make) {
   return failures;
 }
 
-// A forward of one sequence, up to its commit.
-void run_to_commit(Pager& pager, const Known& sequence, const std::vector<TokenId>& more) {
-  const auto count = static_cast<int64_t>(more.size());
-  const auto rows = commit_rows(sequence.id, static_cast<int64_t>(sequence.tokens.size()),
-                                more.data(), count, std::max<int64_t>(count, kRows));
-  std::vector<TokenId> all = sequence.tokens;
-  all.insert(all.end(), more.begin(), more.end());
-  pager.begin(rows);
-  run_layers(pager, rows, all);
-}
-
-Known grown(Known sequence, const std::vector<TokenId>& more) {
-  sequence.tokens.insert(sequence.tokens.end(), more.begin(), more.end());
-  return sequence;
-}
-
 PagerOptions roomy() { return small_options(12, 40); }
 
 // A file of five chunks and a tail.
 std::shared_ptr<SnapshotReader> saved_turn(const Folder& folder) {
   Pager first(roomy());
-  save(first, create(first, 5 * 16 + 3, 2).id, folder.file("turn"), kNamespace);
+  save(first, create(first, 5 * 16 + 3, 2).id, folder.file("turn"), kFingerprint);
   return SnapshotReader::open(folder.file("turn"));
 }
 Known restored_turn(Pager& pager, const std::shared_ptr<SnapshotReader>& reader) {
-  return {pager.restore(reader, "", Provenance::kExact, kNamespace), some_tokens(5 * 16 + 3, 2)};
+  return {restore(pager, reader), some_tokens(5 * 16 + 3, 2)};
 }
 
 PAGER_TEST("a sequence is created, forked and closed, or nothing is, at every allocation") {
@@ -132,11 +115,8 @@ PAGER_TEST("a forward begins or does not, at every allocation" * doctest::test_s
   for (const int64_t host_chunks : {40, 0}) {
     CAPTURE(host_chunks);  // 0: blocks are the only room for what is in the file
     const int64_t failures = fail_at_every_allocation([&](Scene& scene) {
-      PagerOptions options = small_options(12, host_chunks);
+      PagerOptions options = top_k(small_options(12, host_chunks), 2, 16);
       options.summary_bytes = 1 << 20;
-      options.selection.kind = Selection::Kind::kTopK;
-      options.selection.chunks = 2;
-      options.selection.sinks = 16;
       scene.pager = std::make_unique<Pager>(options);
       Pager& pager = *scene.pager;
       const Known a = create(pager, 30, 1);
@@ -170,19 +150,14 @@ PAGER_TEST("a layer is attended to or the forward ends, at every allocation") {
       const Known a = in_file ? restored_turn(pager, reader) : create(pager, 5 * 16, 1);
       pager.evict_all();
       scene.known = {a};
-      const auto rows = commit_rows(a.id, static_cast<int64_t>(a.tokens.size()), more.data(), 14);
+      const auto rows = a.rows(more);
       pager.begin(rows);
       const auto tensors = std::make_shared<Tensors>(kRows);
-      for (int64_t i = 0; i < 14; ++i) {
-        fill_row(static_cast<uint64_t>(i), 0, kQuery, kQueryHeads * 16, tensors->q.row(i));
-        fill_row(static_cast<uint64_t>(i), 0, kKey, 32, tensors->k.row(i));
-        fill_row(static_cast<uint64_t>(i), 0, kValue, 32, tensors->v.row(i));
-      }
+      for (int64_t i = 0; i < 14; ++i) tensors->fill(i, static_cast<uint64_t>(i), 0);
       const auto attend = [&pager, tensors] {
         AttendOptions options;
         options.scaling = 0.25f;
-        attend_on_device(pager, 0, tensors->q.view(), tensors->k.view(), tensors->v.view(),
-                         tensors->out.view(), options);
+        tensors->attend(pager, 0, options);
       };
       scene.step = attend;
       scene.again = [&pager, rows, attend] {
@@ -229,7 +204,7 @@ PAGER_TEST("rows become positions or none does, at every allocation of a commit"
       };
       scene.done = [&pager, a, more] {
         CHECK_FALSE(pager.forward_running());
-        require_intact(pager, grown(a, more));
+        require_intact(pager, a.with(more));
       };
     });
     CHECK(failures > 0);
@@ -269,10 +244,9 @@ PAGER_TEST("the index of names grows at a commit or the commit is none") {
       run_to_commit(pager, a, more);
       pager.commit_all();
     }
-    require_intact(pager, grown(a, more));
+    require_intact(pager, a.with(more));
     require_intact(pager, b);
-    CHECK(pager.adopt_prefix(pager.create_sequence(""), grown(a, more).tokens) ==
-          (chunks + 2) * 16);
+    CHECK(pager.adopt_prefix(pager.create_sequence(""), a.with(more).tokens) == (chunks + 2) * 16);
   }
 }
 
@@ -352,9 +326,8 @@ PAGER_TEST("a snapshot is restored or nothing of it, at every allocation") {
       }
       const auto restored = std::make_shared<Known>();
       restored->tokens = some_tokens(5 * 16 + 3, 2);
-      scene.step = scene.again = [&pager, restored, reader] {
-        restored->id = pager.restore(reader, "", Provenance::kExact, kNamespace);
-      };
+      scene.step =
+          scene.again = [&pager, restored, reader] { restored->id = restore(pager, reader); };
       scene.done = [&pager, restored] { require_intact(pager, *restored); };
     });
     CHECK(failures > 0);
@@ -389,7 +362,7 @@ TEST_CASE("memory that runs out among threads ends no process: a call is done or
   PagerOptions options = small_options(300, 0);
   {
     Pager pager(options);
-    save(pager, create(pager, 200 * 16, 2).id, folder.file("turn"), kNamespace);
+    save(pager, create(pager, 200 * 16, 2).id, folder.file("turn"), kFingerprint);
   }
   const auto reader = SnapshotReader::open(folder.file("turn"));
   const auto refused_at_most = [](const std::function<void()>& call) {
@@ -411,7 +384,7 @@ TEST_CASE("memory that runs out among threads ends no process: a call is done or
     FAIL("allocations never end");
   };
   refused_at_most([&] {
-    snapshot::ByteWatch watch({{weights.data(), static_cast<int64_t>(weights.size())}}, 4);
+    snapshot::ByteWatch watch({{weights.data(), static_cast<int64_t>(weights.size())}}, 4, 1);
     if (watch.sweep(watch.total_bytes()) != -1) throw InvariantError("bytes have not changed");
   });
   refused_at_most([&] {
@@ -437,7 +410,7 @@ PAGER_TEST("a prefix is adopted or not, and rows are given or not, at every allo
           scene.known = {a};
           const auto more = some_tokens(20, 3);
           const auto rows = std::make_shared<std::vector<Rows>>(4, Rows(20, 2, 16, 0));
-          const auto tokens = grown(a, more).tokens;
+          const auto tokens = a.with(more).tokens;
           const auto history = histories(tokens);
           for (int layer = 0; layer < 2; ++layer) {
             for (int64_t i = 0; i < 20; ++i) {

@@ -13,14 +13,10 @@ struct Inputs {
     const std::vector<uint64_t> history = histories(all);
     layers.assign(2, Tensors(kRows));
     for (int layer = 0; layer < 2; ++layer) {
-      Tensors& t = layers[static_cast<size_t>(layer)];
-      for (int64_t i = 0; i < kRows; ++i) {
-        const RowDescriptor& row = rows[static_cast<size_t>(i)];
-        if (row.kind == RowKind::kPadding) continue;
-        const uint64_t h = history[static_cast<size_t>(row.position)];
-        fill_row(h, layer, kQuery, 64, t.q.row(i));
-        fill_row(h, layer, kKey, 32, t.k.row(i));
-        fill_row(h, layer, kValue, 32, t.v.row(i));
+      for (size_t i = 0; i < rows.size(); ++i) {
+        if (rows[i].kind == RowKind::kPadding) continue;
+        layers[static_cast<size_t>(layer)].fill(
+            static_cast<int64_t>(i), history[static_cast<size_t>(rows[i].position)], layer);
       }
     }
   }
@@ -56,11 +52,6 @@ struct Inputs {
   std::vector<Tensors> layers;
   std::vector<std::vector<TensorView>> device;
 };
-
-bool has_shim() {
-  const auto& plugins = device_plugins();
-  return std::find(plugins.begin(), plugins.end(), "shim") != plugins.end();
-}
 
 struct Graph {
   explicit Graph(const testing::ShimHooks& with) : hooks(with) {}
@@ -99,10 +90,8 @@ TEST_CASE("a graph captured in one forward is every later forward's attention") 
       CAPTURE(round);
       Known& known = round % 2 == 0 ? a : b;
       const auto more = some_tokens(round % 3 == 0 ? 16 : 1 + round, 100 + round);
-      const auto rows = commit_rows(known.id, static_cast<int64_t>(known.tokens.size()),
-                                    more.data(), static_cast<int64_t>(more.size()));
-      std::vector<TokenId> all = known.tokens;
-      all.insert(all.end(), more.begin(), more.end());
+      const auto rows = known.rows(more);
+      const std::vector<TokenId> all = joined(known.tokens, more);
       inputs.fill(rows, all);
       inputs.upload();
       if (round % 3 == 1) pager.evict_all();

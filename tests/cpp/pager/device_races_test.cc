@@ -3,6 +3,7 @@
 #include <set>
 
 #include "../cuda/shim_hooks.h"
+#include "../device/devices.h"
 #include "stress.h"
 
 namespace kvpager::pager_test {
@@ -16,15 +17,13 @@ constexpr int kSteps = 60;
 PagerOptions options_of(uint64_t seed, const std::string& folder) {
   const int64_t chunks[3][3] = {{14, 70, 0}, {18, 12, 90}, {44, 0, 90}};  // pool, host, disk
   const auto& tiers = chunks[seed % 3];
-  PagerOptions options = small_options(tiers[0], tiers[1], tiers[2], tiers[2] > 0 ? folder : "");
+  PagerOptions options =
+      top_k(small_options(tiers[0], tiers[1], tiers[2], tiers[2] > 0 ? folder : ""), 2);
   options.poison = seed % 2 == 0;
   options.recall_chunks = 4;
   options.policy = seed % 4 < 2 ? Policy::kLru : Policy::kQk;
   options.missed_chunks = seed % 4 == 1 ? "direct" : "staged";
   if (seed % 5 < 3) {
-    options.selection.kind = Selection::Kind::kTopK;
-    options.selection.chunks = 2;
-    options.selection.recent = 16;
   }
   if (seed % 4 == 3) options.window = 40;
   return options;
@@ -45,21 +44,13 @@ Trace expected(uint64_t seed, const std::string& folder, const std::string& samp
   return Life(options, seed, sample).run(kSteps);
 }
 
-bool has_shim() {
-  const auto& plugins = device_plugins();
-  return std::find(plugins.begin(), plugins.end(), "shim") != plugins.end();
-}
-
 // How late the shim runs what was enqueued.
-struct Environment {
-  explicit Environment(uint64_t seed) { setenv("KVPAGER_SHIM_SEED", str(seed).c_str(), 1); }
-  ~Environment() { unsetenv("KVPAGER_SHIM_SEED"); }
-};
+testing::Environment lateness(uint64_t seed) { return {"KVPAGER_SHIM_SEED", str(seed)}; }
 
 // Whether the device gives what the processor gives.
 bool holds(uint64_t seed, const std::string& folder, const std::string& sample,
            const Trace& wanted) {
-  const Environment environment(seed);
+  const auto environment = lateness(seed);
   try {
     Life life(options_of(seed, folder), seed, sample);
     REQUIRE(life.pager().device_place().name != "cpu");
@@ -119,30 +110,11 @@ TEST_CASE("each wait is needed: without it some life goes wrong" * doctest::test
   }
 }
 
-// Whether a sequence holds the bytes its tokens stand for.
-bool intact(Pager& pager, const Known& known) {
-  const auto length = static_cast<int64_t>(known.tokens.size());
-  std::vector<float> k(static_cast<size_t>(length * 32)), v(k.size()), wanted(32);
-  const std::vector<uint64_t> history = histories(known.tokens);
-  for (int layer = 0; layer < 2; ++layer) {
-    pager.read_kv(known.id, layer, 0, length, reinterpret_cast<std::byte*>(k.data()),
-                  reinterpret_cast<std::byte*>(v.data()));
-    for (int64_t p = 0; p < length; ++p) {
-      const uint64_t h = history[static_cast<size_t>(p)];
-      fill_row(h, layer, kKey, 32, wanted.data());
-      if (std::memcmp(k.data() + p * 32, wanted.data(), 128) != 0) return false;
-      fill_row(h, layer, kValue, 32, wanted.data());
-      if (std::memcmp(v.data() + p * 32, wanted.data(), 128) != 0) return false;
-    }
-  }
-  return true;
-}
-
 // Runs `step` as it is, then with each of these waits left out: true, then false.
 void require_needed(const std::vector<std::string>& names, const std::function<bool()>& step) {
   if (!has_shim()) return;
   const OnDevice on("shim");
-  const Environment environment(1);
+  const auto environment = lateness(1);
   CHECK(step());
   std::vector<std::unique_ptr<LeaveOut>> out;
   for (const std::string& name : names) out.push_back(std::make_unique<LeaveOut>(name));
@@ -153,7 +125,7 @@ TEST_CASE("a tail that is still being copied is read when it has arrived") {
   require_needed({"down reads after up"}, [] {
     Pager pager(small_options(8, 20));
     const Known parent = create(pager, 27, 1);
-    return intact(pager, {pager.fork(parent.id), parent.tokens});
+    return wrong_bytes(pager, forked(pager, parent)) == "";
   });
 }
 
@@ -175,7 +147,7 @@ TEST_CASE("a wave is attended to when it has arrived, and its half filled again 
     require_needed({name}, [&] {
       bool same = true;
       for (uint64_t seed = 1; seed <= 6; ++seed) {
-        const Environment environment(seed);
+        const auto environment = lateness(seed);
         Pager pager(options);
         same = same && same_bits(outputs(pager), expected);
       }
@@ -195,7 +167,7 @@ TEST_CASE("a host slot is written again when the copy that brings its chunk up h
     pager.evict_all();
     pager.pin(oldest.id, 0, 16);
     create(pager, 4 * 16, 2);  // seals into the slots there are: the oldest goes to disk
-    return intact(pager, oldest);
+    return wrong_bytes(pager, oldest) == "";
   });
 }
 
@@ -228,7 +200,7 @@ TEST_CASE("a block that is cleared late does not lose the rows that were written
     pager.destroy_sequence(create(pager, 40, 1).id);
     const Known known = create(pager, 40, 2);
     testing::ShimHooks().drain();
-    return intact(pager, known);
+    return wrong_bytes(pager, known) == "";
   });
 }
 
@@ -260,7 +232,7 @@ TEST_CASE("blocks that are cleared late do not lose what was given meanwhile") {
       const Known known{pager.create_sequence(""), some_tokens(40, 2 + round)};
       give_all(pager, known);
       testing::ShimHooks().drain();
-      if (!intact(pager, known)) return false;
+      if (wrong_bytes(pager, known) != "") return false;
       Caller::current().finish();
       pager.destroy_sequence(known.id);
     }
@@ -342,7 +314,7 @@ TEST_CASE("a chunk whose copy below is on its way leaves the pool when that has 
     const Known known = create(pager, 6 * 16, 1);
     try {
       pager.evict_all();
-      return intact(pager, known);
+      return wrong_bytes(pager, known) == "";
     } catch (const InvariantError&) {  // checking builds see it first
       return false;
     }

@@ -87,7 +87,7 @@ DEVICE_TEST("sequences share waves, and what two of them have in common is stage
   int64_t slices = 0;
   const auto run = [&](Pager& pager) {
     const Known first = written(pager, 30 * 16, 1);
-    const Known fork{pager.fork(first.id), first.tokens};
+    const Known fork = forked(pager, first);
     const Known second = written(pager, 80 * 16, 2);
     pager.evict_all();
     std::vector<RowDescriptor> rows;
@@ -99,9 +99,7 @@ DEVICE_TEST("sequences share waves, and what two of them have in common is stage
     }
     rows.resize(kRows);
     const int64_t before = pager.stats().slices_staged;
-    pager.begin(rows);
-    const std::vector<float> outputs = run_layers(pager, rows, second.tokens);
-    pager.commit_all();
+    const std::vector<float> outputs = run_forward(pager, rows, second.tokens);
     slices = pager.stats().slices_staged - before;
     return outputs;
   };
@@ -137,7 +135,7 @@ DEVICE_TEST("a layer with a window is brought what it sees, once its window is k
       AttendOptions attend;
       attend.scaling = 0.25f;
       attend.window = layer == 1 ? window : 0;
-      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), attend);
+      t.attend(pager, layer, attend);
       outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
     }
     pager.commit_all();
@@ -167,10 +165,8 @@ DEVICE_TEST("a layer with a window is brought what it sees, once its window is k
 }
 
 DEVICE_TEST("rows that select chunks are staged as far as there is room, in one wave") {
-  PagerOptions options = small_options(5, 200);
+  PagerOptions options = top_k(small_options(5, 200), 3);
   options.missed_chunks = "staged";
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 3;
   options.staging_bytes = 2 * 70 * options.layout.slice_bytes(0);
   Pager pager(options);
   const Known sequence = written(pager, 150 * 16, 1);
@@ -248,8 +244,7 @@ DEVICE_TEST("a forward whose chunks do not fit in memory is refused with the hos
   CHECK(pager.stats().sequences == before.sequences);
   CHECK(pager.stats().reserved_chunks == 0);
   sequence.tokens.resize(static_cast<size_t>(pager.length(sequence.id)));
-  pager.trim(sequence.id, 9 * 16);
-  sequence.tokens.resize(9 * 16);
+  trim(pager, &sequence, 9 * 16);
   require_intact(pager, sequence);
 }
 
@@ -372,7 +367,7 @@ DEVICE_TEST("sinks of the host are the sinks of the device, and of the processor
       options.sinks = static_cast<const float*>(Caller::current().upload(copy.view()).data);
       options.sinks_on_device = true;
     }
-    attend_on_device(pager, 0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
+    t.attend(pager, 0, options);
     pager.abort();
     return t.out.data;
   };

@@ -41,20 +41,12 @@ TEST_CASE("a failing write-through aborts the commit at every visit, and the ret
       all_b.push_back(token);
     }
     const auto step = [&] {
-      const std::vector<uint64_t> history_a = histories(all_a);
-      const std::vector<uint64_t> history_b = histories(all_b);
+      const std::vector<uint64_t> history_a = histories(all_a), history_b = histories(all_b);
+      const auto history_of = [&](const RowDescriptor& row) {
+        return (row.sequence == a.id ? history_a : history_b)[static_cast<size_t>(row.position)];
+      };
       pager.begin(rows);
-      for (int layer = 0; layer < 2; ++layer) {
-        Tensors t(kRows);
-        for (int i = 0; i < kRows; ++i) {
-          const RowDescriptor& row = rows[static_cast<size_t>(i)];
-          const uint64_t h =
-              (row.sequence == a.id ? history_a : history_b)[static_cast<size_t>(row.position)];
-          fill_row(h, layer, kKey, 32, t.k.row(i));
-          fill_row(h, layer, kValue, 32, t.v.row(i));
-        }
-        write_on_device(pager, layer, t.k.view(), t.v.view());
-      }
+      run_layers_of(pager, rows, history_of, false);
       pager.commit_all();
     };
     const auto stats = pager.stats();
@@ -65,11 +57,12 @@ TEST_CASE("a failing write-through aborts the commit at every visit, and the ret
       const PagerStats now = pager.stats();
       CHECK(now.chunks_sealed == stats.chunks_sealed);
       CHECK(now.records == stats.records);
-      CHECK(now.open_blocks == stats.open_blocks);
       CHECK(now.reserved_chunks == stats.reserved_chunks);
       CHECK(now.summary_bytes_used == stats.summary_bytes_used);
-      CHECK(now.host_bytes_used + now.disk_bytes_used ==
-            stats.host_bytes_used + stats.disk_bytes_used);
+      const auto bytes = [](const PagerStats& of) {  // an open chunk is in a block or below
+        return of.host_bytes_used + of.disk_bytes_used + of.open_blocks * kChunkBytes;
+      };
+      CHECK(bytes(now) == bytes(stats));
     });
     CHECK(visits >= 1);
     CHECK(visits <= tier.visits);
@@ -102,11 +95,11 @@ TEST_CASE(
         },
         [&] {
           require_intact(pager, sequence);
-          CHECK(pager.stats().open_blocks == 1);
+          CHECK(pager.stats().open_blocks <= 1);
           CHECK(pager.stats().reserved_chunks == 0);
           pager.evict_all();
         });
-    CHECK(visits == (pool == 4 ? 28 : 14));  // slices of two layers, or chunks
+    CHECK(visits == (pool == 4 ? 29 : 15));  // the tail, and slices of two layers, or chunks
     require_intact(pager, grown);
     CHECK(same_bits(outputs, append(plain, &same, more)));
   }
@@ -132,7 +125,7 @@ PAGER_TEST("a failing save leaves no file, the old one untouched and the pager a
         });
     CHECK(visits >= 1);
     CHECK_FALSE(SnapshotReader::open(path)->logical_digest() == old);
-    Known before{pager.fork(sequence.id), sequence.tokens};
+    Known before = forked(pager, sequence);
     pager.trim(before.id, 70);
     save(pager, before.id, path, "{}");
     pager.destroy_sequence(before.id);
@@ -145,12 +138,11 @@ PAGER_TEST(
     "retry") {
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
-  const std::string key = small_options(6, 24).namespace_key;
   Known saved;
   {
     Pager pager(small_options(6, 24));
     saved = create(pager, 90, 1);
-    save(pager, saved.id, path, key);
+    save(pager, saved.id, path, kFingerprint);
   }
   Pager pager(small_options(4, 24));
   Known bystander = create(pager, 50, 2);
@@ -158,8 +150,7 @@ PAGER_TEST(
   const auto reader = SnapshotReader::open(path);
   Known restored{SequenceId(), saved.tokens};
   int64_t visits = fail_at_every_visit(
-      pager, "snapshot.read",
-      [&] { restored.id = pager.restore(reader, "", Provenance::kExact, key); },
+      pager, "snapshot.read", [&] { restored.id = restore(pager, reader); },
       [&] {
         const PagerStats now = pager.stats();
         CHECK(now.sequences == before.sequences);
@@ -189,17 +180,16 @@ PAGER_TEST("a failing restore takes back the references it took to chunks that w
   const Folder folder;
   const std::string path = folder.file("turn.kvp");
   Pager pager(small_options(6, 24));
-  const std::string key = pager.options().namespace_key;
   const Known saved = create(pager, 70, 1);
   const Known closed = create(pager, 50, 2);
-  save(pager, closed.id, path, key);
+  save(pager, closed.id, path, kFingerprint);
   pager.destroy_sequence(closed.id);
   for (const bool cached : {true, false}) {
-    if (!cached) save(pager, saved.id, path, key);
+    if (!cached) save(pager, saved.id, path, kFingerprint);
     const PagerStats before = pager.stats();
     const auto reader = SnapshotReader::open(path);
     fault::arm("snapshot.read", 0, EIO);
-    CHECK_THROWS_AS(pager.restore(reader, "", Provenance::kExact, key), StorageError);
+    CHECK_THROWS_AS(restore(pager, reader), StorageError);
     require_intact(pager, saved);
     CHECK(pager.ledger(saved.id)[0].references == 1);
     CHECK(pager.stats().cached_records == before.cached_records);

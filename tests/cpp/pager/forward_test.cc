@@ -10,7 +10,7 @@ PAGER_TEST("rows become positions, chunk by chunk, whatever the split into forwa
     Known sequence = create(pager);
     for (int64_t first = 0; first < 70; first += step) {
       const int64_t last = std::min<int64_t>(70, first + step);
-      append(pager, &sequence, {tokens.begin() + first, tokens.begin() + last});
+      append(pager, &sequence, cut(tokens, first, last));
       pager.check_invariants();
       CHECK(pager.stats().chunks_sealed == last / 16);
     }
@@ -38,31 +38,16 @@ PAGER_TEST(
                                              RowKind::kCommit};
   }
   pager.begin(rows);
-  a.tokens.insert(a.tokens.end(), more_a.begin(), more_a.end());
-  b.tokens.insert(b.tokens.end(), more_b.begin(), more_b.end());
+  a = a.with(more_a);
+  b = b.with(more_b);
   const std::vector<uint64_t> history_a = histories(a.tokens);
   const std::vector<uint64_t> history_b = histories(b.tokens);
-  for (int layer = 0; layer < 2; ++layer) {
-    Tensors t(kRows);
-    for (int i = 0; i < kRows; ++i) {
-      const RowDescriptor& row = rows[static_cast<size_t>(i)];
-      if (row.kind == RowKind::kPadding) continue;
-      const uint64_t h =
-          (row.sequence == a.id ? history_a : history_b)[static_cast<size_t>(row.position)];
-      fill_row(h, layer, kQuery, 64, t.q.row(i));
-      fill_row(h, layer, kKey, 32, t.k.row(i));
-      fill_row(h, layer, kValue, 32, t.v.row(i));
-    }
-    attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
-    for (int i = 0; i < kRows; ++i) {
-      for (int d = 0; d < 64; ++d) {
-        if (rows[static_cast<size_t>(i)].kind == RowKind::kPadding) {
-          REQUIRE(t.out.row(i)[d] == 0);
-        } else {
-          REQUIRE(std::isfinite(t.out.row(i)[d]));
-        }
-      }
-    }
+  const std::vector<float> outputs = run_layers_of(pager, rows, [&](const RowDescriptor& row) {
+    return (row.sequence == a.id ? history_a : history_b)[static_cast<size_t>(row.position)];
+  });
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const bool padding = rows[i / 64 % kRows].kind == RowKind::kPadding;
+    REQUIRE((padding ? outputs[i] == 0 : std::isfinite(outputs[i])));
   }
   pager.commit_all();
   require_intact(pager, a);
@@ -105,13 +90,12 @@ PAGER_TEST("calls out of order are refused and change nothing") {
     return error_of<InvalidArgumentError>(pager, step) != "no error";
   };
   CHECK(is_refused([&] { write_on_device(pager, 0, t.k.view(), t.v.view()); }));
-  CHECK(is_refused(
-      [&] { attend_on_device(pager, 0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {}); }));
+  CHECK(is_refused([&] { t.attend(pager, 0); }));
   CHECK(is_refused([&] { pager.commit_all(); }));
   CHECK(is_refused([&] { pager.commit({a.id}, {0}); }));
   pager.abort();  // nothing to abort: nothing happens
   const std::vector<TokenId> more = some_tokens(4, 2);
-  const auto rows = commit_rows(a.id, 20, more.data(), 4);
+  const auto rows = a.rows(more);
   pager.begin(rows);
   CHECK(pager.forward_running());
   CHECK(is_refused([&] { pager.begin(rows); }));
@@ -121,8 +105,7 @@ PAGER_TEST("calls out of order are refused and change nothing") {
   CHECK(is_refused([&] { save(pager, a.id, "/tmp/never-written", "{}"); }));
   CHECK(is_refused([&] { pager.commit_all(); }));  // no layer written
   CHECK(pager.forward_running());
-  std::vector<TokenId> all = a.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(a.tokens, more);
   run_layers(pager, rows, all);
   CHECK(is_refused([&] { pager.commit({a.id, a.id}, {1, 2}); }));
   CHECK(is_refused([&] { pager.commit({a.id}, {5}); }));
@@ -139,7 +122,7 @@ PAGER_TEST("what is for a forward that has ended does not reach the one that run
   Pager pager(small_options(4, 16));
   Known sequence = create(pager, 8, 1);
   const std::vector<TokenId> more = some_tokens(3, 2);
-  const auto rows = commit_rows(sequence.id, 8, more.data(), 3);
+  const auto rows = sequence.rows(more);
   const uint64_t ended = pager.begin(rows);
   pager.abort();
   Tensors t(kRows);
@@ -158,8 +141,7 @@ PAGER_TEST("what is for a forward that has ended does not reach the one that run
   const uint64_t runs = pager.begin(rows);
   all_refused();
   CHECK(pager.running_forward() == runs);
-  std::vector<TokenId> all = sequence.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(sequence.tokens, more);
   run_layers(pager, rows, all);
   all_refused();
   pager.commit_all(Provenance::kExact, runs);
@@ -170,7 +152,7 @@ PAGER_TEST("tensors of another shape, layer or range are refused while the forwa
   Pager pager(small_options(6, 16));
   Known a = create(pager, 20, 1);
   const std::vector<TokenId> more = some_tokens(4, 2);
-  const auto rows = commit_rows(a.id, 20, more.data(), 4);
+  const auto rows = a.rows(more);
   pager.begin(rows);
   Tensors t(kRows);
   Rows narrow(kRows, 2, 15, 0);
@@ -194,8 +176,7 @@ PAGER_TEST("tensors of another shape, layer or range are refused while the forwa
   options.window = -1;
   CHECK(contains(attend(t.q, t.k, t.v, t.out, options), "window: -1"));
   CHECK(pager.forward_running());
-  std::vector<TokenId> all = a.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(a.tokens, more);
   run_layers(pager, rows, all);
   pager.commit_all();
   a.tokens = all;
@@ -207,14 +188,9 @@ PAGER_TEST("rejected rows are as if they had never been, and the next forward ov
   Known sequence = create(pager, 13, 1);
   for (int64_t accepted = 0; accepted <= 8; ++accepted) {
     const std::vector<TokenId> draft = some_tokens(8, 100 + static_cast<uint64_t>(accepted));
-    const int64_t start = static_cast<int64_t>(sequence.tokens.size());
-    const auto rows = commit_rows(sequence.id, start, draft.data(), 8);
-    std::vector<TokenId> all = sequence.tokens;
-    all.insert(all.end(), draft.begin(), draft.end());
-    pager.begin(rows);
-    run_layers(pager, rows, all);
+    run_to_commit(pager, sequence, draft);
     pager.commit({sequence.id}, {accepted});
-    sequence.tokens.insert(sequence.tokens.end(), draft.begin(), draft.begin() + accepted);
+    sequence = sequence.with(cut(draft, 0, accepted));
     require_intact(pager, sequence);
   }
   Pager plain(small_options(6, 16));
@@ -249,18 +225,15 @@ PAGER_TEST("an abort at any point leaves every sequence as it was, and a retry s
     Known sequence = create(pager, 27, 1);
     const std::vector<ChunkInfo> before = pager.ledger(sequence.id);
     const std::vector<TokenId> more = some_tokens(16, 9);
-    std::vector<TokenId> all = sequence.tokens;
-    all.insert(all.end(), more.begin(), more.end());
-    const auto rows = commit_rows(sequence.id, 27, more.data(), 16);
+    const std::vector<TokenId> all = joined(sequence.tokens, more);
+    const auto rows = sequence.rows(more);
     pager.begin(rows);
     for (int layer = 0; layer < written; ++layer) {
       Tensors t(kRows);
       for (int i = 0; i < kRows; ++i) {
-        fill_row(1, layer, kQuery, 64, t.q.row(i));
-        fill_row(1, layer, kKey, 32, t.k.row(i));
-        fill_row(1, layer, kValue, 32, t.v.row(i));
+        t.fill(i, 1, layer);
       }
-      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+      t.attend(pager, layer);
     }
     pager.abort();
     CHECK_FALSE(pager.forward_running());
@@ -281,17 +254,15 @@ PAGER_TEST("keys and values that are not finite abort the forward, naming layer 
       Pager pager(small_options(6, 16));
       Known sequence = create(pager, 27, 1);
       const std::vector<TokenId> more = some_tokens(6, 9);
-      pager.begin(commit_rows(sequence.id, 27, more.data(), 6));
+      pager.begin(sequence.rows(more));
       Tensors t(kRows);
       for (int i = 0; i < 6; ++i) {
-        fill_row(1, 0, kQuery, 64, t.q.row(i));
-        fill_row(1, 0, kKey, 32, t.k.row(i));
-        fill_row(1, 0, kValue, 32, t.v.row(i));
+        t.fill(i, 1, 0);
       }
-      attend_on_device(pager, 0, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+      t.attend(pager, 0);
       (in_key ? t.k : t.v).row(4)[31] = bad;
       const std::string message = error_of<NonFiniteError>(pager, [&] {
-        attend_on_device(pager, 1, t.q.view(), t.k.view(), t.v.view(), t.out.view(), {});
+        t.attend(pager, 1);
         if (on_device()) pager.commit_all();  // where the host looks
       });
       CHECK(contains(message, "layer 1"));
@@ -335,19 +306,13 @@ PAGER_TEST("a finite value that overflows the dtype it is kept in is not finite"
 PAGER_TEST("read-only rows attend to their own position and write nothing") {
   Pager pager(small_options(6, 16));
   const Known sequence = create(pager, 40, 1);
-  std::vector<RowDescriptor> rows(kRows);
-  rows[0] = {sequence.id, 39, 0, RowKind::kRead};
-  rows[1] = {sequence.id, 5, 0, RowKind::kRead};
-  rows[2] = {sequence.id, 20, 0, RowKind::kRead};
-  pager.begin(rows);
-  const std::vector<float> outputs = run_layers(pager, rows, sequence.tokens);
-  pager.commit_all();
+  const auto rows = read_rows_at(sequence.id, {39, 5, 20});
+  const std::vector<float> outputs = run_forward(pager, rows, sequence.tokens);
   CHECK(pager.stats().rows_committed == 40);
   require_intact(pager, sequence);
 
   Pager shorter(small_options(6, 16));
-  Known prefix = create(shorter);
-  append(shorter, &prefix, {sequence.tokens.begin(), sequence.tokens.begin() + 6});
+  const Known prefix = create(shorter, 6, 1);
   const std::vector<float> alone = probe(shorter, prefix);
   CHECK(std::memcmp(outputs.data() + 64, alone.data(), 64 * 4) == 0);
 }
@@ -357,29 +322,12 @@ PAGER_TEST(
   Pager pager(small_options(6, 16));
   Known sequence = create(pager);
   const std::vector<TokenId> tokens = some_tokens(16, 1);
-  const auto rows = commit_rows(sequence.id, 0, tokens.data(), 8, 8);
-  pager.begin(rows);
-  run_layers(pager, rows, tokens);
-  pager.commit_all();
-  sequence.tokens.assign(tokens.begin(), tokens.begin() + 8);
-  append(pager, &sequence, {tokens.begin() + 8, tokens.end()});
+  append_with(pager, &sequence, cut(tokens, 0, 8), 8);
+  append(pager, &sequence, cut(tokens, 8));
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
   const SequenceId other = pager.create_sequence("");
   CHECK(pager.adopt_prefix(other, tokens) == 0);
   require_intact(pager, sequence);
-}
-
-// Commits tokens through one forward of `total` rows, padded where there are fewer tokens.
-void append_with(Pager& pager, Known* sequence, const std::vector<TokenId>& more, int64_t total,
-                 Provenance provenance = Provenance::kExact) {
-  const auto rows = commit_rows(sequence->id, static_cast<int64_t>(sequence->tokens.size()),
-                                more.data(), static_cast<int64_t>(more.size()), total);
-  std::vector<TokenId> all = sequence->tokens;
-  all.insert(all.end(), more.begin(), more.end());
-  pager.begin(rows);
-  run_layers(pager, rows, all);
-  pager.commit_all(provenance);
-  sequence->tokens = std::move(all);
 }
 
 PAGER_TEST("a forward is exact if its row count is M or listed, and decode otherwise") {
@@ -390,8 +338,8 @@ PAGER_TEST("a forward is exact if its row count is M or listed, and decode other
     CAPTURE(total);
     const std::vector<TokenId> tokens = some_tokens(16, 100 + static_cast<uint64_t>(total));
     Known sequence = create(pager);
-    append_with(pager, &sequence, {tokens.begin(), tokens.begin() + 1}, total);
-    append(pager, &sequence, {tokens.begin() + 1, tokens.end()});
+    append_with(pager, &sequence, cut(tokens, 0, 1), total);
+    append(pager, &sequence, cut(tokens, 1));
     const bool exact = total == 1 || total == 4 || total == 8 || total == 16;
     CHECK(pager.ledger(sequence.id)[0].provenance ==
           (exact ? Provenance::kExact : Provenance::kDecode));
@@ -406,14 +354,10 @@ PAGER_TEST("chunks of listed smaller forwards are found by hash and shared with 
   Pager pager(options);
   const std::vector<TokenId> tokens = some_tokens(48, 5);
   Known small = create(pager);
-  for (size_t first = 0; first < tokens.size();) {
-    const int64_t total = first % 16 == 0 ? 8 : 4;  // 5 and 3 tokens, padded to 8 and 4 rows
-    const size_t count = std::min<size_t>(first % 16 == 0 ? 5 : 3, tokens.size() - first);
-    append_with(pager, &small,
-                {tokens.begin() + static_cast<int64_t>(first),
-                 tokens.begin() + static_cast<int64_t>(first + count)},
-                total);
-    first += count;
+  for (int64_t first = 0, count = 0; first < 48; first += count) {
+    // 5 and 3 tokens, padded to 8 and 4 rows.
+    count = std::min<int64_t>(first % 16 == 0 ? 5 : 3, 48 - first);
+    append_with(pager, &small, cut(tokens, first, first + count), first % 16 == 0 ? 8 : 4);
   }
   REQUIRE(pager.ledger(small.id).size() == 3);
   for (const ChunkInfo& chunk : pager.ledger(small.id)) {
@@ -437,13 +381,10 @@ PAGER_TEST("one unlisted forward makes what follows it decode, and nothing befor
   Pager pager(options);
   const std::vector<TokenId> tokens = some_tokens(48, 6);
   Known sequence = create(pager);
-  append(pager, &sequence, {tokens.begin(), tokens.begin() + 18});
-  append_with(pager, &sequence, {tokens.begin() + 18, tokens.begin() + 20}, 5);
-  for (size_t first = 20; first < 48; first += 4) {
-    append_with(pager, &sequence,
-                {tokens.begin() + static_cast<int64_t>(first),
-                 tokens.begin() + static_cast<int64_t>(first + 4)},
-                4);
+  append(pager, &sequence, cut(tokens, 0, 18));
+  append_with(pager, &sequence, cut(tokens, 18, 20), 5);
+  for (int64_t first = 20; first < 48; first += 4) {
+    append_with(pager, &sequence, cut(tokens, first, first + 4), 4);
   }
   const std::vector<ChunkInfo> chunks = pager.ledger(sequence.id);
   CHECK(chunks[0].provenance == Provenance::kExact);
@@ -460,17 +401,13 @@ PAGER_TEST(
   Pager pager(options);
   const std::vector<TokenId> tokens = some_tokens(16, 7);
   Known sequence = create(pager);
-  append(pager, &sequence, {tokens.begin(), tokens.begin() + 8});
-  const auto rows = commit_rows(sequence.id, 8, tokens.data() + 8, 3, 3);
-  pager.begin(rows);
-  run_layers(pager, rows, tokens);
+  append(pager, &sequence, cut(tokens, 0, 8));
+  run_to_commit(pager, sequence, cut(tokens, 8, 11), 3);
   pager.commit({sequence.id}, {0});
   std::vector<RowDescriptor> reading = {{sequence.id, 7, 0, RowKind::kRead}, {}};
-  pager.begin(reading);
-  run_layers(pager, reading, sequence.tokens);
-  pager.commit_all();
-  append_with(pager, &sequence, {tokens.begin() + 8, tokens.begin() + 12}, 4);
-  append_with(pager, &sequence, {tokens.begin() + 12, tokens.end()}, 4);
+  run_forward(pager, reading, sequence.tokens);
+  append_with(pager, &sequence, cut(tokens, 8, 12), 4);
+  append_with(pager, &sequence, cut(tokens, 12), 4);
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kExact);
   require_intact(pager, sequence);
 }
@@ -481,8 +418,8 @@ PAGER_TEST("what a caller calls decode stays decode at a listed row count") {
   Pager pager(options);
   const std::vector<TokenId> tokens = some_tokens(16, 8);
   Known sequence = create(pager);
-  append_with(pager, &sequence, {tokens.begin(), tokens.begin() + 8}, 8, Provenance::kDecode);
-  append_with(pager, &sequence, {tokens.begin() + 8, tokens.end()}, 8);
+  append_with(pager, &sequence, cut(tokens, 0, 8), 8, Provenance::kDecode);
+  append_with(pager, &sequence, cut(tokens, 8), 8);
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
   CHECK(pager.adopt_prefix(create(pager).id, tokens) == 0);
 }
@@ -497,7 +434,7 @@ PAGER_TEST("with exactness off no forward is exact, of M rows or of a listed cou
   append(pager, &whole, tokens);
   Known halves = create(pager);
   for (int64_t first = 0; first < 32; first += 8) {
-    append_with(pager, &halves, {tokens.begin() + first, tokens.begin() + first + 8}, 8);
+    append_with(pager, &halves, cut(tokens, first, first + 8), 8);
   }
   for (const Known* sequence : {&whole, &halves}) {
     for (const ChunkInfo& chunk : pager.ledger(sequence->id)) {
@@ -516,17 +453,14 @@ PAGER_TEST(
   Pager pager(small_options(6, 16));
   Known sequence = create(pager, 20, 1);
   const std::vector<TokenId> more = some_tokens(4, 2);
-  const auto rows = commit_rows(sequence.id, 20, more.data(), 4);
-  std::vector<TokenId> all = sequence.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const auto rows = sequence.rows(more);
+  const std::vector<TokenId> all = joined(sequence.tokens, more);
   pager.begin(rows);
   const std::vector<float> expected = run_layers(pager, rows, all);
   Tensors t(kRows);
   for (int i = 0; i < 4; ++i) {
     const uint64_t h = histories(all)[static_cast<size_t>(20 + i)];
-    fill_row(h, 1, kQuery, 64, t.q.row(i));
-    fill_row(h, 1, kKey, 32, t.k.row(i));
-    fill_row(h, 1, kValue, 32, t.v.row(i));
+    t.fill(i, h, 1);
   }
   std::vector<float> memory(8192);
   const auto attend = [&](int64_t row_stride, int64_t head_stride) {
@@ -562,11 +496,7 @@ PAGER_TEST(
 }
 
 PAGER_TEST("a selection that was not run is the one a row would get") {
-  PagerOptions options = small_options(6, 32);
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 2;
-  options.selection.sinks = 16;
-  options.selection.recent = 16;
+  PagerOptions options = top_k(small_options(6, 32), 2, 16);
   Pager pager(options);
   const Known sequence = create(pager, 200, 1);
   Rows q(1, kQueryHeads, 16, 0);
@@ -592,9 +522,7 @@ PAGER_TEST("a selection that was not run is the one a row would get") {
 }
 
 PAGER_TEST("what a forward looked up for its sequence is nothing to the next one's") {
-  PagerOptions options = small_options(30, 64);
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 2;
+  PagerOptions options = top_k(small_options(30, 64), 2);
   const int64_t length = 12 * 16 + 3;  // as many summaries, other ones
   std::vector<std::vector<float>> alone;
   for (const uint64_t seed : {1, 2}) {

@@ -1,7 +1,5 @@
 // What a save writes from: fixed at one moment, whatever the sequence and the pager do next.
 #include <atomic>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <thread>
 
@@ -11,16 +9,11 @@
 namespace kvpager::pager_test {
 namespace {
 
-const std::string kKey = small_options(4, 4).namespace_key;
-
-std::string bytes_of(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
+using testing::read_bytes;
 
 Known prefix_of(Pager& pager, const Known& whole, int64_t length) {
   Known known{pager.create_sequence(""), {}};
-  append(pager, &known, std::vector<TokenId>(whole.tokens.begin(), whole.tokens.begin() + length));
+  append(pager, &known, cut(whole.tokens, 0, length));
   return known;
 }
 
@@ -28,15 +21,15 @@ PAGER_TEST("what is frozen stays as it was while the sequence goes on, is trimme
   const Folder folder;
   Pager pager(small_options(6, 40));
   Known sequence = create(pager, 90, 1);
-  save(pager, sequence.id, folder.file("then"), kKey);
+  save(pager, sequence.id, folder.file("then"), kFingerprint);
   const auto frozen = pager.freeze(sequence.id);
   append(pager, &sequence, some_tokens(40, 2));
   pager.trim(sequence.id, 10);
   pager.destroy_sequence(sequence.id);
   create(pager, 200, 3);
   pager.evict_all();
-  save(*frozen, folder.file("later"), kKey);
-  CHECK(bytes_of(folder.file("then")) == bytes_of(folder.file("later")));
+  save(*frozen, folder.file("later"), kFingerprint);
+  CHECK(read_bytes(folder.file("then")) == read_bytes(folder.file("later")));
   pager.check_invariants();
 }
 
@@ -47,13 +40,13 @@ PAGER_TEST("the first positions of a sequence are saved as if it had never held 
   for (const int64_t upto : {1, 15, 16, 17, 40, 64, 80, 81, 89, 90}) {
     CAPTURE(upto);
     pager.evict_all();
-    save(pager, whole.id, folder.file("part"), kKey, upto);
+    save(pager, whole.id, folder.file("part"), kFingerprint, upto);
     Pager other(small_options(6, 200));
     const Known same = prefix_of(other, whole, upto);
-    save(other, same.id, folder.file("same"), kKey);
+    save(other, same.id, folder.file("same"), kFingerprint);
     const auto part = SnapshotReader::open(folder.file("part"));
     CHECK(part->logical_digest() == SnapshotReader::open(folder.file("same"))->logical_digest());
-    require_intact(other, {other.restore(part, "", Provenance::kExact, kKey), same.tokens});
+    require_intact(other, {other.restore(part, "", Provenance::kExact, kFingerprint), same.tokens});
   }
   for (const int64_t upto : {int64_t{0}, int64_t{91}}) {
     CHECK(contains(error_of<InvalidArgumentError>(pager, [&] { pager.freeze(whole.id, upto); }),
@@ -67,13 +60,11 @@ PAGER_TEST("a tail cut out of a chunk that is only on disk or in a snapshot is t
   Pager pager(small_options(on_device() ? 12 : 4, 0, 40, folder.path()));
   const Known whole = create(pager, 160, 1);
   pager.evict_all();
-  save(pager, whole.id, folder.file("disk"), kKey, 40);
-  save(pager, whole.id, folder.file("all"), kKey);
+  save(pager, whole.id, folder.file("disk"), kFingerprint, 40);
+  save(pager, whole.id, folder.file("all"), kFingerprint);
   Pager second(small_options(4, 4));
-  const Known restored{
-      second.restore(SnapshotReader::open(folder.file("all")), "", Provenance::kExact, kKey),
-      whole.tokens};
-  save(second, restored.id, folder.file("snapshot"), kKey, 40);
+  const Known restored{restore(second, folder.file("all")), whole.tokens};
+  save(second, restored.id, folder.file("snapshot"), kFingerprint, 40);
   CHECK(SnapshotReader::open(folder.file("disk"))->logical_digest() ==
         SnapshotReader::open(folder.file("snapshot"))->logical_digest());
 }
@@ -97,7 +88,7 @@ PAGER_TEST("what a save writes from is no sequence that a number names") {
   const Folder folder;
   Pager pager(small_options(4, 40));
   const Known sequence = create(pager, 100, 1);
-  save(pager, sequence.id, folder.file("before"), kKey);
+  save(pager, sequence.id, folder.file("before"), kFingerprint);
   {
     const auto frozen = pager.freeze(sequence.id);
     const SequenceId next = pager.create_sequence("");
@@ -114,9 +105,9 @@ PAGER_TEST("what a save writes from is no sequence that a number names") {
     refused([&] { pager.freeze(its); });
     refused([&] { pager.length(its); });
     refused([&] { pager.begin(commit_rows(its, 96, sequence.tokens.data(), 1)); });
-    save(*frozen, folder.file("after"), kKey);
+    save(*frozen, folder.file("after"), kFingerprint);
   }
-  CHECK(bytes_of(folder.file("before")) == bytes_of(folder.file("after")));
+  CHECK(read_bytes(folder.file("before")) == read_bytes(folder.file("after")));
   require_intact(pager, sequence);
 }
 
@@ -124,11 +115,11 @@ PAGER_TEST("frozen content outlives its pager") {
   const Folder folder;
   auto pager = std::make_unique<Pager>(small_options(4, 40));
   const Known sequence = create(*pager, 100, 1);
-  save(*pager, sequence.id, folder.file("before"), kKey);
+  save(*pager, sequence.id, folder.file("before"), kFingerprint);
   const auto frozen = pager->freeze(sequence.id);
   pager.reset();
-  save(*frozen, folder.file("after"), kKey);
-  CHECK(bytes_of(folder.file("before")) == bytes_of(folder.file("after")));
+  save(*frozen, folder.file("after"), kFingerprint);
+  CHECK(read_bytes(folder.file("before")) == read_bytes(folder.file("after")));
 }
 
 // Borrows every chunk at once, which is more than any writer does.
@@ -182,11 +173,9 @@ PAGER_TEST("a host copy of a snapshot's chunk gives way to a home while a save r
   const Folder folder;
   Pager first(small_options(4, 40));
   const Known saved = create(first, 8 * 16, 1);
-  save(first, saved.id, folder.file("turn"), kKey);
+  save(first, saved.id, folder.file("turn"), kFingerprint);
   Pager pager(small_options(4, 8));
-  const Known restored{
-      pager.restore(SnapshotReader::open(folder.file("turn")), "", Provenance::kExact, kKey),
-      saved.tokens};
+  const Known restored{restore(pager, folder.file("turn")), saved.tokens};
   probe(pager, restored);
   REQUIRE(pager.stats().host_bytes_used == 8 * kChunkBytes);
   Known other = create(pager);
@@ -243,20 +232,20 @@ PAGER_TEST("saves on other threads write what was frozen while forwards, evictio
   for (int i = 0; i < 6; ++i) {
     append(pager, &sequence, some_tokens(20, static_cast<uint64_t>(10 + i)));
     const std::string name = folder.file("sync" + std::to_string(i));
-    save(pager, sequence.id, name, kKey);
-    expected.push_back(bytes_of(name));
+    save(pager, sequence.id, name, kFingerprint);
+    expected.push_back(read_bytes(name));
     savers.emplace_back(
         [frozen = pager.freeze(sequence.id), path = folder.file("async" + std::to_string(i))] {
-          save(*frozen, path, kKey);
+          save(*frozen, path, kFingerprint);
         });
     pager.evict_all();
-    Known child{pager.fork(sequence.id), sequence.tokens};
+    Known child = forked(pager, sequence);
     pager.trim(child.id, 33);
     pager.destroy_sequence(child.id);
   }
   for (std::thread& saver : savers) saver.join();
   for (int i = 0; i < 6; ++i) {
-    CHECK(bytes_of(folder.file("async" + std::to_string(i))) == expected[static_cast<size_t>(i)]);
+    CHECK(read_bytes(folder.file("async" + std::to_string(i))) == expected[static_cast<size_t>(i)]);
   }
   require_intact(pager, sequence);
 }

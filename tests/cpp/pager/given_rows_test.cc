@@ -166,8 +166,7 @@ PAGER_TEST("what is given after a row is nothing to the row, nor to a chunk befo
     Pager pager(small_options(12, 40));
     Known known = create(pager, 21, 1);
     const Mix mix = mix_of(known.id, 21, more, of);
-    std::vector<TokenId> all = known.tokens;
-    all.insert(all.end(), more.begin(), more.end());
+    const std::vector<TokenId> all = joined(known.tokens, more);
     pager.begin(mix.spans, mix.tokens, {mix.given, true, nullptr});
     Gift gift(mix.holes, all);
     for (size_t i = 0; other == 1 && i < mix.holes.size(); ++i) {
@@ -251,7 +250,7 @@ PAGER_TEST("sequences of one forward are given, compute and read, each for itsel
     }
     AttendOptions options;
     options.scaling = 0.25f;
-    attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
+    t.attend(pager, layer, options);
     for (size_t i = 0; i < rows.size(); ++i) {
       float* const out = t.out.row(static_cast<int64_t>(i));
       std::vector<float>& to = rows[i].first == 0 ? of_mixed_rows : of_read_rows;
@@ -279,14 +278,12 @@ PAGER_TEST("as many given positions and rows as were accepted are kept, counted 
     of[3] = of[4] = of[40] = Of::kModel;
     const std::vector<TokenId> more = some_tokens(41, 2);
     const Mix mix = mix_of(known.id, 10, more, of);
-    std::vector<TokenId> all = known.tokens;
-    all.insert(all.end(), more.begin(), more.end());
+    const std::vector<TokenId> all = joined(known.tokens, more);
     pager.begin(mix.spans, mix.tokens, {mix.given, true, nullptr});
     Gift(mix.holes, all).to(pager);
     layers_of(pager, mix.rows, all);
     pager.commit({known.id}, {accepted});
-    all.resize(static_cast<size_t>(10 + accepted));
-    known.tokens = all;
+    known.tokens = cut(all, 0, 10 + accepted);
     require_intact(pager, known);
     append(pager, &known, some_tokens(20, 3));
     require_intact(pager, known);
@@ -344,8 +341,7 @@ PAGER_TEST(
       std::vector<Of> of(40, Of::kGiven);
       of[0] = of[9] = Of::kModel;
       const Mix mix = mix_of(known.id, 20, more, of);
-      std::vector<TokenId> all = known.tokens;
-      all.insert(all.end(), more.begin(), more.end());
+      const std::vector<TokenId> all = joined(known.tokens, more);
       Gift gift(mix.holes, all);
       std::vector<Rows>& rows = key ? gift.k : gift.v;
       rows[static_cast<size_t>(bad_layer)].row(30)[5] = std::numeric_limits<float>::infinity();
@@ -396,8 +392,7 @@ PAGER_TEST("an abort at any point leaves given positions as if they had never be
   std::vector<Of> of(50, Of::kGiven);
   of[20] = Of::kModel;
   const Mix mix = mix_of(known.id, 25, more, of);
-  std::vector<TokenId> all = known.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(known.tokens, more);
   for (int stage = 0; stage < 3; ++stage) {
     const PagerStats before = pager.stats();
     pager.begin(mix.spans, mix.tokens, {mix.given, true, nullptr});
@@ -414,9 +409,7 @@ PAGER_TEST("an abort at any point leaves given positions as if they had never be
 }
 
 PAGER_TEST("calls that do not fit a forward with given positions are refused, and it goes on") {
-  PagerOptions options = small_options(12, 40);
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 2;
+  PagerOptions options = top_k(small_options(12, 40), 2);
   Pager pager(options);
   Known a = create(pager, 20, 1);
   const auto refusal = [&](const auto& step) {
@@ -515,11 +508,6 @@ PAGER_TEST("a window lets go of what is given as of what was computed") {
   CHECK(pager.released(known.id) > 200);
 }
 
-bool has_shim() {
-  const auto& plugins = device_plugins();
-  return std::find(plugins.begin(), plugins.end(), "shim") != plugins.end();
-}
-
 DEVICE_TEST("tables of given positions grow by themselves: captured forwards stay what they were") {
   PagerOptions options = small_options(40, 60);
   Pager pager(options);
@@ -538,16 +526,13 @@ DEVICE_TEST("tables of given positions grow by themselves: captured forwards sta
 TEST_CASE("nothing is given into a graph, and no graph stands for a dense forward of a selection") {
   if (!has_shim()) return;
   const OnDevice on("shim");
-  PagerOptions options = small_options(12, 40);
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 2;
+  PagerOptions options = top_k(small_options(12, 40), 2);
   Pager pager(options);
   const testing::ShimHooks hooks;
   Caller& caller = Caller::current();
   Known known = create(pager, 30, 1);
   const std::vector<TokenId> more = some_tokens(4, 2);
-  std::vector<TokenId> all = known.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(known.tokens, more);
   Gift gift({30, 31, 32}, all);
   void* graph = nullptr;
   const auto captured = [&](const auto& step) {
@@ -584,9 +569,7 @@ TEST_CASE("nothing is given into a graph, and no graph stands for a dense forwar
 
 TEST_CASE("a pager without bytes keeps the books of given positions") {
   const OnDevice on("meta");
-  PagerOptions options = small_options(12, 40);
-  options.selection.kind = Selection::Kind::kTopK;
-  options.selection.chunks = 2;
+  PagerOptions options = top_k(small_options(12, 40), 2);
   Pager pager(options);
   const SequenceId id = pager.create_sequence("");
   const std::vector<TokenId> text = some_tokens(60, 1);

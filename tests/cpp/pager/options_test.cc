@@ -40,7 +40,6 @@ PAGER_TEST("each option that is out of range is refused by its name, value and r
   CHECK(contains(with([](PagerOptions& o) { o.threads = 0; }), "threads: 0, expected 1 to 1024"));
   CHECK(contains(with([](PagerOptions& o) { o.layout.layers = 0; }), "layers"));
   CHECK(contains(with([](PagerOptions& o) { o.layout.chunk_tokens = 48; }), "chunk_tokens"));
-  CHECK(contains(with([](PagerOptions& o) { o.scorer = "best"; }), "bits2"));
   CHECK(contains(with([](PagerOptions& o) {
                    o.selection.kind = Selection::Kind::kTopK;
                    o.selection.chunks = 2;

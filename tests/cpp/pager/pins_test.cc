@@ -101,9 +101,12 @@ PAGER_TEST("tails of other sequences count as blocks that cannot be pinned over"
   const Known sequence = create(pager, 8 * 16, 1);
   create(pager, 3, 2);
   create(pager, 3, 3);
+  const Known all = with_every_home(pager);
   CHECK(contains(error_of<CapacityError>(pager, [&] { pager.pin(sequence.id, 0, 4 * 16); }),
                  "3 of the pool's 7 are free to pin (0 pinned, 2 hold tails"));
   pager.pin(sequence.id, 0, 3 * 16);
+  pager.destroy_sequence(all.id);
+  pager.pin(sequence.id, 0, 5 * 16);  // the tails can leave
   pager.check_invariants();
 }
 
@@ -131,7 +134,7 @@ PAGER_TEST(
   pager.evict_all();
   CHECK(pager.ledger(sequence.id)[1].pins == 1);
   CHECK((pager.ledger(sequence.id)[1].tiers & kTierResident) != 0);
-  Known child{pager.fork(sequence.id), sequence.tokens};
+  Known child = forked(pager, sequence);
   CHECK(pager.ledger(child.id)[1].pins == 0);
   CHECK(pager.ledger(child.id)[1].references == 2);
   pager.destroy_sequence(sequence.id);
@@ -145,12 +148,12 @@ PAGER_TEST("a pin survives the sealing of a chunk that somebody else has, evicte
   Pager pager(small_options(8, 32));
   const Known first = create(pager, 32, 1);
   Known second = create(pager, 0);
-  append(pager, &second, {first.tokens.begin(), first.tokens.begin() + 20});
+  append(pager, &second, cut(first.tokens, 0, 20));
   CHECK(pager.stats().chunks_shared == 1);
   pager.pin(second.id, 16, 20);
   pager.evict_all();
   CHECK((pager.ledger(first.id)[1].tiers & kTierResident) == 0);
-  append(pager, &second, {first.tokens.begin() + 20, first.tokens.end()});
+  append(pager, &second, cut(first.tokens, 20));
   CHECK(pager.stats().chunks_shared == 2);
   pager.evict_all();
   CHECK((pager.ledger(second.id)[1].tiers & kTierResident) != 0);
@@ -163,14 +166,12 @@ PAGER_TEST("trimming drops the pins of what is gone and keeps those of what stay
   Pager pager(small_options(8, 32));
   Known sequence = create(pager, 5 * 16 + 3, 1);
   const PinId pin = pager.pin(sequence.id, 16, 64);
-  pager.trim(sequence.id, 40);  // chunk 2 becomes a tail
-  sequence.tokens.resize(40);
+  trim(pager, &sequence, 40);  // chunk 2 becomes a tail
   require_intact(pager, sequence);
   CHECK(pinned(pager, sequence) == std::vector<int64_t>{1, 2});
   append(pager, &sequence, some_tokens(40, 7));
   CHECK(pinned(pager, sequence) == std::vector<int64_t>{1, 2});
-  pager.trim(sequence.id, 8);
-  sequence.tokens.resize(8);
+  trim(pager, &sequence, 8);
   CHECK(pinned(pager, sequence).empty());
   append(pager, &sequence, some_tokens(60, 8));
   pager.unpin(pin);

@@ -8,8 +8,6 @@
 namespace kvpager::pager_test {
 namespace {
 
-const std::string kKey = small_options(4, 4).namespace_key;
-
 // Blocks are homes: nothing below the pool but snapshots.
 PagerOptions pool_alone(int64_t blocks) {
   PagerOptions options = small_options(blocks, 0);
@@ -34,21 +32,20 @@ int64_t adoptable(Pager& pager, const std::vector<TokenId>& tokens) {
 // A file of that many positions, made elsewhere.
 void save_elsewhere(const std::string& path, int64_t positions, uint64_t seed) {
   Pager elsewhere(small_options(8, 64));
-  save(elsewhere, create(elsewhere, positions, seed).id, path, kKey);
+  save(elsewhere, create(elsewhere, positions, seed).id, path, kFingerprint);
 }
 
 PAGER_TEST("a restore does not count the cached chunks it is about to use as room for its tail") {
   const Folder folder;
   Pager pager(pool_alone(6));
   const Known saved = create(pager, 3 * 16 + 2, 1);
-  save(pager, saved.id, folder.file("turn"), kKey);
+  save(pager, saved.id, folder.file("turn"), kFingerprint);
   pager.destroy_sequence(saved.id);
   for (uint64_t seed = 2; seed < 5; ++seed) create(pager, 2, seed);
   REQUIRE(pager.stats().cached_records == 3);
   REQUIRE(pager.stats().free_blocks == 0);
   const auto reader = SnapshotReader::open(folder.file("turn"));
-  const std::string message =
-      error_of<CapacityError>(pager, [&] { pager.restore(reader, "", Provenance::kExact, kKey); });
+  const std::string message = error_of<CapacityError>(pager, [&] { restore(pager, reader); });
   CHECK(contains(message, "restore: needs 1 blocks"));
   CHECK(pager.stats().sequences == 3);
   CHECK(pager.stats().cached_records == 3);
@@ -62,11 +59,11 @@ PAGER_TEST("a restore that cannot read its tail leaves the cached chunks in thei
   const Folder folder;
   Pager pager(pool_alone(6));
   const Known saved = create(pager, 3 * 16 + 2, 1);
-  save(pager, saved.id, folder.file("turn"), kKey);
+  save(pager, saved.id, folder.file("turn"), kFingerprint);
   pager.destroy_sequence(saved.id);
   const auto reader = SnapshotReader::open(folder.file("turn"));
   fault::arm("snapshot.read", 0, EIO);
-  CHECK_THROWS_AS(pager.restore(reader, "", Provenance::kExact, kKey), StorageError);
+  CHECK_THROWS_AS(restore(pager, reader), StorageError);
   for (uint64_t seed = 2; seed < 6; ++seed) create(pager, 2, seed);
   CHECK(adoptable(pager, saved.tokens) == 2 * 16);
 }
@@ -85,7 +82,8 @@ DEVICE_TEST("a refused begin forgets no cached chunk, wherever homes are") {
     } else {
       save_elsewhere(folder.file("turn"), 9 * 16, 2);
       const auto reader = SnapshotReader::open(folder.file("turn"));
-      sequence = {pager->restore(reader, "", Provenance::kExact, kKey), some_tokens(9 * 16, 2)};
+      sequence = {pager->restore(reader, "", Provenance::kExact, kFingerprint),
+                  some_tokens(9 * 16, 2)};
       CHECK(contains(error_of<CapacityError>(*pager, [&] { probe(*pager, sequence); }), "begin: "));
     }
     CHECK_FALSE(pager->forward_running());
@@ -104,7 +102,7 @@ DEVICE_TEST("a refused begin forgets none for the rows that it would have added"
   for (uint64_t seed = 3; seed < 8; ++seed) create(pager, 2, seed);
   REQUIRE(pager.stats().free_blocks == 0);
   const auto reader = SnapshotReader::open(folder.file("turn"));
-  Known restored{pager.restore(reader, "", Provenance::kExact, kKey), some_tokens(5 * 16, 2)};
+  Known restored{restore(pager, reader), some_tokens(5 * 16, 2)};
   CHECK(
       contains(error_of<CapacityError>(pager, [&] { append(pager, &restored, some_tokens(2, 9)); }),
                "5 of them"));
@@ -119,7 +117,7 @@ PAGER_TEST("a refused pin forgets no cached chunk") {
   cache_chunks(pager, 3, 1);
   create(pager, 4 * 16, 3);
   const auto reader = SnapshotReader::open(folder.file("turn"));
-  const SequenceId restored = pager.restore(reader, "", Provenance::kExact, kKey);
+  const SequenceId restored = restore(pager, reader);
   CHECK(contains(error_of<CapacityError>(pager, [&] { pager.pin(restored, 0, 5 * 16); }),
                  "pin: needs 5 blocks"));
   CHECK(pager.stats().cached_records == 3);

@@ -204,9 +204,7 @@ TEST_CASE("waves of staging are cut at splits when a forward of many sequences f
   }
   pager.evict_all();
   const auto run = [&](Pager& p, const std::vector<RowDescriptor>& its) {
-    p.begin(its);
-    const std::vector<float> outputs = run_layers(p, its, tokens);
-    p.commit_all();
+    const std::vector<float> outputs = run_forward(p, its, tokens);
     return outputs;
   };
   const std::vector<float> expected = run(plain, plain_rows);

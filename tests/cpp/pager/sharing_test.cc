@@ -7,7 +7,7 @@ namespace {
 PAGER_TEST("a fork shares sealed chunks, copies the tail, and the two go their own ways") {
   Pager pager(small_options(8, 32));
   Known parent = create(pager, 45, 1);
-  Known child{pager.fork(parent.id), parent.tokens};
+  Known child = forked(pager, parent);
   CHECK(pager.stats().records == 2 + 2);
   CHECK(pager.ledger(child.id)[0].references == 2);
   CHECK(pager.ledger(child.id)[2].references == 1);
@@ -26,7 +26,7 @@ PAGER_TEST("a fork at a chunk boundary, of nothing, and of a fork") {
   Known none{pager.fork(empty.id), {}};
   CHECK(pager.length(none.id) == 0);
   const Known whole = create(pager, 32, 1);
-  Known child{pager.fork(whole.id), whole.tokens};
+  Known child = forked(pager, whole);
   Known grandchild{pager.fork(child.id), whole.tokens};
   CHECK(pager.ledger(whole.id)[1].references == 3);
   pager.destroy_sequence(child.id);
@@ -39,7 +39,7 @@ PAGER_TEST(
     "what is forgotten is found no more, nor what came after it, and what others use stays") {
   Pager pager(small_options(8, 64));
   const Known deleted = create(pager, 6 * 16, 1);
-  Known regenerated{pager.fork(deleted.id), deleted.tokens};
+  Known regenerated = forked(pager, deleted);
   append(pager, &regenerated, some_tokens(3 * 16, 2));
   const Known other = create(pager, 4 * 16, 3);
   std::vector<TokenId> shared = deleted.tokens;
@@ -69,12 +69,13 @@ PAGER_TEST("a fork that finds no block for its tail is refused and leaves no seq
   const Known a = create(pager, 3, 1);
   const Known b = create(pager, 3, 2);
   const Known c = create(pager, 3, 3);
+  with_every_home(pager);
   const int64_t before = pager.stats().sequences;
   CHECK(
       contains(error_of<CapacityError>(pager, [&] { pager.fork(a.id); }), "fork: needs 1 blocks"));
   CHECK(pager.stats().sequences == before);
   pager.destroy_sequence(c.id);
-  Known child{pager.fork(a.id), a.tokens};
+  Known child = forked(pager, a);
   require_intact(pager, child);
   require_intact(pager, b);
 }
@@ -136,8 +137,7 @@ PAGER_TEST("only exact chunks are adopted, and what follows another kind is neve
     CHECK(ledger[1].provenance == worth);
     CHECK(ledger[2].provenance == worth);
     CHECK(pager.adopt_prefix(create(pager).id, mixed.tokens) == 16);
-    pager.trim(mixed.id, 16);
-    mixed.tokens.resize(16);
+    trim(pager, &mixed, 16);
     append(pager, &mixed, some_tokens(16, 4));
     CHECK(pager.ledger(mixed.id)[1].provenance == Provenance::kExact);
     require_intact(pager, mixed);
@@ -150,8 +150,7 @@ PAGER_TEST("a tail with rows of lesser worth makes its chunk of that worth") {
   append(pager, &sequence, some_tokens(4, 2), Provenance::kDecode);
   append(pager, &sequence, some_tokens(8, 3));
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
-  pager.trim(sequence.id, 2);  // which rows are left cannot be told: conservative
-  sequence.tokens.resize(2);
+  trim(pager, &sequence, 2);  // which rows are left cannot be told: conservative
   append(pager, &sequence, some_tokens(14, 3));
   CHECK(pager.ledger(sequence.id)[0].provenance == Provenance::kDecode);
 }
@@ -184,9 +183,7 @@ PAGER_TEST("two sequences that seal the same chunk in the same forward both keep
   rows[4] = {b.id, 15, 4, RowKind::kCommit};
   a.tokens.push_back(4);
   b.tokens.push_back(4);
-  pager.begin(rows);
-  run_layers(pager, rows, a.tokens);
-  pager.commit_all();
+  run_forward(pager, rows, a.tokens);
   require_intact(pager, a);
   pager.destroy_sequence(a.id);
   require_intact(pager, b);
@@ -215,32 +212,6 @@ PAGER_TEST(
   require_intact(pager, a);
 }
 
-// A row of 16 with K/V that are none of the pattern's.
-Known append_other_bytes(Pager& pager, const std::vector<TokenId>& tokens) {
-  const Known made{pager.create_sequence(""), tokens};
-  pager.begin(commit_rows(made.id, 0, tokens.data(), 16));
-  Rows k(kRows, 2, 16, 0.25f);
-  Rows v(kRows, 2, 16, 0.75f);
-  for (int layer = 0; layer < 2; ++layer) write_on_device(pager, layer, k.view(), v.view());
-  pager.commit_all();
-  return made;
-}
-
-PAGER_TEST("a chunk that was computed after another record of the same name is not shared") {
-  Pager pager(small_options(8, 32));
-  const Known a = create(pager, 16, 1);
-  Known b = append_other_bytes(pager, a.tokens);
-  append(pager, &b, some_tokens(16, 5));  // by its name it continues both
-  REQUIRE(pager.ledger(a.id)[0].chain_hash == pager.ledger(b.id)[0].chain_hash);
-  Known c = create(pager);
-  CHECK(pager.adopt_prefix(c.id, b.tokens) == 16);  // a's, which is the one that is found
-  c.tokens = a.tokens;
-  append(pager, &c, some_tokens(16, 5));
-  CHECK(pager.ledger(c.id)[1].references == 1);
-  require_intact(pager, c);
-  pager.check_invariants();
-}
-
 PAGER_TEST("what is sealed behind a chunk that two sequences sealed in one forward is kept once") {
   Pager pager(small_options(12, 32));
   const std::vector<TokenId> tokens = some_tokens(16, 3);
@@ -253,9 +224,7 @@ PAGER_TEST("what is sealed behind a chunk that two sequences sealed in one forwa
   for (const RowDescriptor& row : commit_rows(b.id, 8, tokens.data() + 8, 8, 8)) {
     rows.push_back(row);
   }
-  pager.begin(rows);
-  run_layers(pager, rows, tokens);
-  pager.commit_all();
+  run_forward(pager, rows, tokens);
   a.tokens = b.tokens = tokens;
   CHECK(pager.stats().chunks_shared == 0);  // neither was there when the other was sealed
   append(pager, &b, some_tokens(16, 6));
@@ -287,7 +256,7 @@ PAGER_TEST("closing everything leaves no reference, and the pool can be used up 
   Pager pager(small_options(6, 12));
   for (uint64_t round = 0; round < 5; ++round) {
     const Known a = create(pager, 70, round);
-    Known b{pager.fork(a.id), a.tokens};
+    Known b = forked(pager, a);
     append(pager, &b, some_tokens(40, 100 + round));
     pager.destroy_sequence(a.id);
     require_intact(pager, b);

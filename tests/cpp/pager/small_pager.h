@@ -3,14 +3,11 @@
 // forwards of 16 rows.
 #pragma once
 
-#include <dirent.h>
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -19,8 +16,10 @@
 #include <utility>
 #include <vector>
 
+#include "../disarm.h"
+#include "../folder.h"
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/pager.h"
 #include "test_device.h"
 
@@ -63,39 +62,16 @@ inline PagerOptions small_options(int64_t pool_blocks, int64_t host_chunks, int6
   return options;
 }
 
-class Folder {
- public:
-  Folder() {
-    const char* base = std::getenv("TMPDIR");
-    path_ = std::string(base != nullptr ? base : "/tmp") + "/kvpager_pager_XXXXXX";
-    REQUIRE(mkdtemp(path_.data()) != nullptr);
-  }
-  ~Folder() {
-    for (const std::string& name : names()) unlink(file(name).c_str());
-    rmdir(path_.c_str());
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
-  std::vector<std::string> names() const {
-    std::vector<std::string> all;
-    DIR* folder = opendir(path_.c_str());
-    while (const dirent* entry = readdir(folder)) {
-      const std::string name = entry->d_name;
-      if (name != "." && name != "..") all.push_back(name);
-    }
-    closedir(folder);
-    return all;
-  }
+// The chunks that score best, `chunks` of them, and those of the first `sinks` positions.
+inline PagerOptions top_k(PagerOptions options, int32_t chunks, int64_t sinks = 0) {
+  options.selection.kind = Selection::Kind::kTopK;
+  options.selection.chunks = chunks;
+  options.selection.sinks = sinks;
+  return options;
+}
 
- private:
-  std::string path_;
-};
-
-struct Disarm {
-  ~Disarm() { fault::disarm_all(); }
-};
+using testing::Disarm;
+using testing::Folder;
 
 inline uint64_t mix(uint64_t x) {
   x += 0x9E3779B97F4A7C15ull;
@@ -144,6 +120,17 @@ struct Tensors {
         k(rows, 2, 16, std::numeric_limits<float>::quiet_NaN()),
         v(rows, 2, 16, std::numeric_limits<float>::quiet_NaN()),
         out(rows, kQueryHeads, 16, std::numeric_limits<float>::quiet_NaN()) {}
+  // What a row of this history has at a layer.
+  void fill(int64_t row, uint64_t history, int layer, RowKind kind = RowKind::kCommit) {
+    if (kind == RowKind::kPadding) return;
+    fill_row(history, layer, kQuery, kQueryHeads * 16, q.row(row));
+    if (kind == RowKind::kRead) return;
+    fill_row(history, layer, kKey, 32, k.row(row));
+    fill_row(history, layer, kValue, 32, v.row(row));
+  }
+  void attend(Pager& pager, int layer, const AttendOptions& options = {}) {
+    attend_on_device(pager, layer, q.view(), k.view(), v.view(), out.view(), options);
+  }
   Rows q, k, v, out;
 };
 
@@ -151,34 +138,38 @@ inline std::vector<RowDescriptor> commit_rows(SequenceId id, int64_t start, cons
                                               int64_t count, int64_t total = kRows) {
   std::vector<RowDescriptor> rows;
   for (int64_t i = 0; i < count; ++i) rows.push_back({id, start + i, tokens[i], RowKind::kCommit});
-  rows.resize(static_cast<size_t>(total));
+  rows.resize(static_cast<size_t>(std::max(count, total)));
   return rows;
 }
 
-// Runs every layer of a forward that was begun; `all` is the whole history of each row's sequence.
-// before(layer) comes ahead of each.
-inline std::vector<float> run_layers(
-    Pager& pager, const std::vector<RowDescriptor>& rows, const std::vector<TokenId>& all,
+// A forward of rows that read these positions.
+inline std::vector<RowDescriptor> read_rows_at(SequenceId id,
+                                               const std::vector<int64_t>& positions) {
+  std::vector<RowDescriptor> rows;
+  for (const int64_t position : positions) rows.push_back({id, position, 0, RowKind::kRead});
+  rows.resize(kRows);
+  return rows;
+}
+
+// Runs every layer of a forward that was begun; history_of(row) is a number for the tokens up to its
+// position. before(layer) comes ahead of each.
+template <class HistoryOf>
+std::vector<float> run_layers_of(
+    Pager& pager, const std::vector<RowDescriptor>& rows, const HistoryOf& history_of,
     bool attend = true, const std::function<void(int)>& before = [](int) {}) {
-  const std::vector<uint64_t> history = histories(all);
   std::vector<float> outputs;
   for (int layer = 0; layer < small_layout().layers; ++layer) {
     before(layer);
     Tensors t(static_cast<int64_t>(rows.size()));
     for (size_t i = 0; i < rows.size(); ++i) {
       if (rows[i].kind == RowKind::kPadding) continue;
-      const uint64_t h = history[static_cast<size_t>(rows[i].position)];
-      const int64_t r = static_cast<int64_t>(i);
-      fill_row(h, layer, kQuery, kQueryHeads * 16, t.q.row(r));
-      if (rows[i].kind == RowKind::kRead) continue;
-      fill_row(h, layer, kKey, 32, t.k.row(r));
-      fill_row(h, layer, kValue, 32, t.v.row(r));
+      t.fill(static_cast<int64_t>(i), history_of(rows[i]), layer, rows[i].kind);
     }
     if (attend) {
       AttendOptions options;
       options.scaling = 0.25f;
       options.window = pager.options().window;
-      attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
+      t.attend(pager, layer, options);
       outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
     } else {
       write_on_device(pager, layer, t.k.view(), t.v.view());
@@ -187,10 +178,48 @@ inline std::vector<float> run_layers(
   return outputs;
 }
 
+// `all` is the whole history of each row's sequence.
+inline std::vector<float> run_layers(
+    Pager& pager, const std::vector<RowDescriptor>& rows, const std::vector<TokenId>& all,
+    bool attend = true, const std::function<void(int)>& before = [](int) {}) {
+  const std::vector<uint64_t> history = histories(all);
+  const auto history_of = [&](const RowDescriptor& row) {
+    return history[static_cast<size_t>(row.position)];
+  };
+  return run_layers_of(pager, rows, history_of, attend, before);
+}
+
+inline std::vector<float> run_forward(Pager& pager, const std::vector<RowDescriptor>& rows,
+                                      const std::vector<TokenId>& all,
+                                      Provenance provenance = Provenance::kExact) {
+  pager.begin(rows);
+  std::vector<float> outputs = run_layers(pager, rows, all);
+  pager.commit_all(provenance);
+  return outputs;
+}
+
+inline std::vector<TokenId> joined(std::vector<TokenId> tokens, const std::vector<TokenId>& more) {
+  tokens.insert(tokens.end(), more.begin(), more.end());
+  return tokens;
+}
+// Tokens [begin, end); end -1: all from `begin` on.
+inline std::vector<TokenId> cut(const std::vector<TokenId>& tokens, int64_t begin,
+                                int64_t end = -1) {
+  return {tokens.begin() + begin, end < 0 ? tokens.end() : tokens.begin() + end};
+}
+
 // A sequence and the tokens it should hold.
 struct Known {
   SequenceId id;
   std::vector<TokenId> tokens;
+
+  int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  // The same when it holds `more`.
+  Known with(const std::vector<TokenId>& more) const { return {id, joined(tokens, more)}; }
+  // Rows that commit `more`, of a forward of `total`.
+  std::vector<RowDescriptor> rows(const std::vector<TokenId>& more, int64_t total = kRows) const {
+    return commit_rows(id, length(), more.data(), static_cast<int64_t>(more.size()), total);
+  }
 };
 
 inline std::vector<TokenId> some_tokens(int64_t count, uint64_t seed = 0) {
@@ -201,21 +230,34 @@ inline std::vector<TokenId> some_tokens(int64_t count, uint64_t seed = 0) {
   return tokens;
 }
 
+// Begins a forward that appends `more`, and runs its layers.
+inline std::vector<float> run_to_commit(Pager& pager, const Known& sequence,
+                                        const std::vector<TokenId>& more, int64_t total = kRows,
+                                        bool attend = true) {
+  const std::vector<RowDescriptor> rows = sequence.rows(more, total);
+  pager.begin(rows);
+  return run_layers(pager, rows, sequence.with(more).tokens, attend);
+}
+
+// Appends tokens in one forward of `total` rows; its outputs.
+inline std::vector<float> append_with(Pager& pager, Known* sequence,
+                                      const std::vector<TokenId>& more, int64_t total,
+                                      Provenance provenance = Provenance::kExact,
+                                      bool attend = true) {
+  std::vector<float> outputs = run_to_commit(pager, *sequence, more, total, attend);
+  pager.commit_all(provenance);
+  *sequence = sequence->with(more);
+  return outputs;
+}
+
 // Appends tokens in forwards of kRows rows and returns the attention outputs of the last one.
 inline std::vector<float> append(Pager& pager, Known* sequence, const std::vector<TokenId>& more,
                                  Provenance provenance = Provenance::kExact, bool attend = true) {
   std::vector<float> outputs;
-  for (size_t first = 0; first < more.size(); first += kRows) {
-    const int64_t n = static_cast<int64_t>(std::min<size_t>(kRows, more.size() - first));
-    const auto rows = commit_rows(sequence->id, static_cast<int64_t>(sequence->tokens.size()),
-                                  more.data() + first, n);
-    std::vector<TokenId> all = sequence->tokens;
-    all.insert(all.end(), more.begin() + static_cast<int64_t>(first),
-               more.begin() + static_cast<int64_t>(first) + n);
-    pager.begin(rows);
-    outputs = run_layers(pager, rows, all, attend);
-    pager.commit_all(provenance);
-    sequence->tokens = std::move(all);
+  const auto count = static_cast<int64_t>(more.size());
+  for (int64_t first = 0; first < count; first += kRows) {
+    const int64_t last = std::min<int64_t>(first + kRows, count);
+    outputs = append_with(pager, sequence, cut(more, first, last), kRows, provenance, attend);
   }
   return outputs;
 }
@@ -234,18 +276,20 @@ inline Known written(Pager& pager, int64_t tokens, uint64_t seed) {
   return sequence;
 }
 
+inline Known forked(Pager& pager, const Known& sequence) {
+  return {pager.fork(sequence.id), sequence.tokens};
+}
+
+inline void trim(Pager& pager, Known* sequence, int64_t position) {
+  pager.trim(sequence->id, position);
+  sequence->tokens.resize(static_cast<size_t>(position));
+}
+
 // The outputs of read-only rows at the sequence's last `count` positions: they see all of it.
 inline std::vector<float> probe(Pager& pager, const Known& sequence, int64_t count = 1) {
-  std::vector<RowDescriptor> rows;
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
-  for (int64_t i = length - count; i < length; ++i) {
-    rows.push_back({sequence.id, i, 0, RowKind::kRead});
-  }
-  rows.resize(kRows);
-  pager.begin(rows);
-  const std::vector<float> outputs = run_layers(pager, rows, sequence.tokens);
-  pager.commit_all();
-  return outputs;
+  std::vector<int64_t> last(static_cast<size_t>(count));
+  std::iota(last.begin(), last.end(), sequence.length() - count);
+  return run_forward(pager, read_rows_at(sequence.id, last), sequence.tokens);
 }
 
 // What `run` makes of such a pager on the processor, whose pool holds everything.
@@ -262,31 +306,34 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
   return a.size() == b.size() && !a.empty() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
 }
 
-// The invariants hold, and the sequence has these tokens and every byte of the keys and values it has
-// not let go of.
-inline void require_intact(Pager& pager, const Known& sequence) {
-  pager.check_invariants();
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
-  REQUIRE(pager.length(sequence.id) == length);
-  REQUIRE(pager.tokens(sequence.id) == sequence.tokens);
+// The first keys or values that are not those of the sequence's tokens, of all that it has not let go
+// of; empty if there are none.
+inline std::string wrong_bytes(Pager& pager, const Known& sequence) {
   const std::vector<uint64_t> history = histories(sequence.tokens);
-  const int64_t held = pager.released(sequence.id);
+  const int64_t length = sequence.length(), held = pager.released(sequence.id);
   std::vector<float> k(static_cast<size_t>((length - held) * 32)), v(k.size());
   std::vector<float> expected(32);
   for (int layer = 0; layer < small_layout().layers; ++layer) {
     pager.read_kv(sequence.id, layer, held, length, reinterpret_cast<std::byte*>(k.data()),
                   reinterpret_cast<std::byte*>(v.data()));
     for (int64_t p = held; p < length; ++p) {
-      const uint64_t h = history[static_cast<size_t>(p)];
-      const int64_t at = (p - held) * 32;
-      fill_row(h, layer, kKey, 32, expected.data());
-      REQUIRE_MESSAGE(std::memcmp(k.data() + at, expected.data(), 128) == 0, "keys of layer ",
-                      layer, " position ", p);
-      fill_row(h, layer, kValue, 32, expected.data());
-      REQUIRE_MESSAGE(std::memcmp(v.data() + at, expected.data(), 128) == 0, "values of layer ",
-                      layer, " position ", p);
+      for (const What what : {kKey, kValue}) {
+        const float* found = (what == kKey ? k : v).data() + (p - held) * 32;
+        fill_row(history[static_cast<size_t>(p)], layer, what, 32, expected.data());
+        if (std::memcmp(found, expected.data(), 128) == 0) continue;
+        return str(what == kKey ? "keys" : "values", " of layer ", layer, " position ", p);
+      }
     }
   }
+  return "";
+}
+
+// The invariants hold, and the sequence has these tokens and all their bytes.
+inline void require_intact(Pager& pager, const Known& sequence) {
+  pager.check_invariants();
+  REQUIRE(pager.length(sequence.id) == sequence.length());
+  REQUIRE(pager.tokens(sequence.id) == sequence.tokens);
+  REQUIRE(wrong_bytes(pager, sequence) == "");
 }
 
 // Writes what a frozen sequence holds to a file of its own; its size in bytes.
@@ -300,9 +347,41 @@ inline int64_t save(const SnapshotContent& content, const std::string& path,
   return bytes;
 }
 
+// The fingerprint that pagers of small_options() have.
+inline const std::string kFingerprint = small_options(4, 4).namespace_key;
+
 inline int64_t save(Pager& pager, SequenceId id, const std::string& path,
                     const std::string& fingerprint, int64_t upto = -1) {
   return save(*pager.freeze(id, upto), path, fingerprint);
+}
+
+inline SequenceId restore(Pager& pager, std::shared_ptr<SnapshotReader> reader, int64_t upto = -1,
+                          const ReleasedText& before = {}) {
+  return pager.restore(std::move(reader), "", Provenance::kExact, kFingerprint, upto, before);
+}
+inline SequenceId restore(Pager& pager, const std::string& path) {
+  return restore(pager, SnapshotReader::open(path));
+}
+
+// A pager with a sequence that is saved in a file.
+struct Saved {
+  Saved(const PagerOptions& options, int64_t length, uint64_t seed = 1,
+        const std::string& salt = "")
+      : path(folder.file("turn")), pager(options), known(create(pager, length, seed, salt)) {
+    save(pager, known.id, path, kFingerprint);
+  }
+  const Folder folder;
+  const std::string path;
+  Pager pager;
+  const Known known;
+};
+
+// A sequence that has all the homes reserved that are left, so that no open chunk can leave the pool.
+inline Known with_every_home(Pager& pager) {
+  const Known all = create(pager);
+  const PagerStats now = pager.stats();
+  pager.reserve(all.id, (now.home_chunks - now.home_chunks_used - now.reserved_chunks) * 16);
+  return all;
 }
 
 // The message of the error of this type that a step throws; the invariants must hold after it.

@@ -35,25 +35,9 @@ Named name(const std::vector<RowDescriptor>& rows, const Cut& cut) {
 
 std::vector<float> layers_of(Pager& pager, const std::vector<RowDescriptor>& rows,
                              const std::map<int64_t, std::vector<TokenId>>& texts) {
-  std::vector<float> outputs;
-  for (int layer = 0; layer < small_layout().layers; ++layer) {
-    Tensors t(static_cast<int64_t>(rows.size()));
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if (rows[i].kind == RowKind::kPadding) continue;
-      const uint64_t h =
-          histories(texts.at(rows[i].sequence.value()))[static_cast<size_t>(rows[i].position)];
-      const auto r = static_cast<int64_t>(i);
-      fill_row(h, layer, kQuery, kQueryHeads * 16, t.q.row(r));
-      if (rows[i].kind == RowKind::kRead) continue;
-      fill_row(h, layer, kKey, 32, t.k.row(r));
-      fill_row(h, layer, kValue, 32, t.v.row(r));
-    }
-    AttendOptions options;
-    options.scaling = 0.25f;
-    attend_on_device(pager, layer, t.q.view(), t.k.view(), t.v.view(), t.out.view(), options);
-    outputs.insert(outputs.end(), t.out.data.begin(), t.out.data.end());
-  }
-  return outputs;
+  return run_layers_of(pager, rows, [&](const RowDescriptor& row) {
+    return histories(texts.at(row.sequence.value()))[static_cast<size_t>(row.position)];
+  });
 }
 
 PAGER_TEST("a forward is the same however its rows are cut into spans") {

@@ -129,9 +129,7 @@ class Life {
         const RowDescriptor& row = rows[static_cast<size_t>(i)];
         if (row.kind == RowKind::kPadding) continue;
         const uint64_t h = history[static_cast<size_t>(row.position)];
-        fill_row(h, layer, kQuery, kQueryHeads * 16, t.q.row(i));
-        fill_row(h, layer, kKey, 32, t.k.row(i));
-        fill_row(h, layer, kValue, 32, t.v.row(i));
+        t.fill(i, h, layer);
       }
       AttendOptions options;
       options.scaling = 0.25f;
@@ -219,8 +217,7 @@ class Life {
   // As far as the window allows.
   void trim(Known& known, int64_t length) {
     if (length > 0) length = std::max(length, pager_.earliest_trim(known.id));
-    pager_.trim(known.id, length);
-    known.tokens.resize(static_cast<size_t>(length));
+    pager_test::trim(pager_, &known, length);
   }
 
   // A forward that is aborted, and another one at once.

@@ -9,10 +9,10 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "../device/devices.h"
 #include "device/device.h"
 #include "device/timeline.h"
 #include "kvpager/pager.h"
@@ -30,24 +30,21 @@ inline bool on_device() { return test_device() != "cpu"; }
 // GPU if there is one.
 inline const std::vector<std::string>& device_plugins() {
   static const std::vector<std::string> names = [] {
+    const bool named = std::getenv("KVPAGER_TEST_DEVICES") != nullptr;
     std::vector<std::string> found;
-    if (const char* given = std::getenv("KVPAGER_TEST_DEVICES")) {
-      std::istringstream list(given);
-      for (std::string name; std::getline(list, name, ',');) {
-        device::Device::open(name);
-        found.push_back(name);
-      }
-      return found;
-    }
-    for (const char* name : {"shim", "cuda"}) {
+    for (const std::string& name : testing::test_devices()) {
       const device::Report report = device::probe(name);
-      const bool broken = !report.plugin.empty() && std::string(name) == "shim";
-      if (broken) REQUIRE_MESSAGE(!report.devices.empty(), report.why_not);
+      if (named || !report.plugin.empty()) REQUIRE_MESSAGE(!report.devices.empty(), report.why_not);
       if (!report.devices.empty()) found.push_back(name);
     }
     return found;
   }();
   return names;
+}
+
+inline bool has_shim() {
+  const std::vector<std::string>& names = device_plugins();
+  return std::find(names.begin(), names.end(), "shim") != names.end();
 }
 
 // All of these and, unless the environment names some, the processor.

@@ -31,9 +31,8 @@ Made make(int threads, Selection::Kind kind, DType dtype, const std::string& pat
   for (const size_t count :
        {1, 16, 7, 16, 16, 3, 16, 16, 16, 16, 16, 11, 16, 16, 16, 16, 16, 16, 16, 16, 16, 5}) {
     const size_t last = std::min(tokens.size(), first + count);
-    const std::vector<float> outputs = append(pager, &sequence,
-                                              {tokens.begin() + static_cast<int64_t>(first),
-                                               tokens.begin() + static_cast<int64_t>(last)});
+    const std::vector<float> outputs = append(
+        pager, &sequence, cut(tokens, static_cast<int64_t>(first), static_cast<int64_t>(last)));
     made.outputs.insert(made.outputs.end(), outputs.begin(), outputs.end());
     first = last;
   }

@@ -10,8 +10,7 @@ PAGER_TEST(
     CAPTURE(position);
     Pager pager(small_options(6, 16));
     Known sequence = create(pager, 53, 1);
-    pager.trim(sequence.id, position);
-    sequence.tokens.resize(static_cast<size_t>(position));
+    trim(pager, &sequence, position);
     require_intact(pager, sequence);
     CHECK(static_cast<int64_t>(pager.ledger(sequence.id).size()) == (position + 15) / 16);
     append(pager, &sequence, some_tokens(30, 2));
@@ -36,9 +35,8 @@ PAGER_TEST("trimming inside a shared chunk never changes what the others see") {
   Pager pager(small_options(8, 16));
   const Known parent = create(pager, 50, 1);
   for (const int64_t position : {int64_t{0}, int64_t{10}, int64_t{16}, int64_t{40}, int64_t{49}}) {
-    Known child{pager.fork(parent.id), parent.tokens};
-    pager.trim(child.id, position);
-    child.tokens.resize(static_cast<size_t>(position));
+    Known child = forked(pager, parent);
+    trim(pager, &child, position);
     append(pager, &child, some_tokens(20, static_cast<uint64_t>(position)));
     require_intact(pager, child);
     require_intact(pager, parent);
@@ -53,8 +51,7 @@ PAGER_TEST("trimming inside a chunk that is only on disk, or only evicted, bring
   for (const int64_t position : {int64_t{5}, int64_t{100}, int64_t{31}}) {
     Known sequence = create(pager, 130, 1);
     pager.evict_all();
-    pager.trim(sequence.id, position);
-    sequence.tokens.resize(static_cast<size_t>(position));
+    trim(pager, &sequence, position);
     require_intact(pager, sequence);
     append(pager, &sequence, some_tokens(20, 3));
     require_intact(pager, sequence);
@@ -74,14 +71,14 @@ PAGER_TEST("a trim whose chunk cannot be read, or finds no block, is refused and
       contains(error_of<StorageError>(pager, [&] { pager.trim(sequence.id, 5); }), "cannot read"));
   require_intact(pager, sequence);
   std::vector<Known> tails;
-  for (int64_t i = 1; i < blocks; ++i) tails.push_back(create(pager, 1, static_cast<uint64_t>(i)));
+  for (int64_t i = 1; i <= blocks; ++i) tails.push_back(create(pager, 1, static_cast<uint64_t>(i)));
+  with_every_home(pager);
   CHECK(contains(error_of<CapacityError>(pager, [&] { pager.trim(sequence.id, 5); }),
                  "trim: needs 1"));
   require_intact(pager, sequence);
   pager.trim(sequence.id, 128);  // at a boundary no block is needed
   pager.destroy_sequence(tails[0].id);
-  pager.trim(sequence.id, 5);
-  sequence.tokens.resize(5);
+  trim(pager, &sequence, 5);
   require_intact(pager, sequence);
 }
 
@@ -94,8 +91,7 @@ PAGER_TEST("a trim has the block of the open tail that it gives up, where no oth
     std::vector<Known> tails;
     for (uint64_t i = 1; i <= 2; ++i) tails.push_back(create(pager, 1, i));
     CHECK(pager.stats().free_blocks == 0);
-    pager.trim(sequence.id, position);
-    sequence.tokens.resize(static_cast<size_t>(position));
+    trim(pager, &sequence, position);
     require_intact(pager, sequence);
     for (const Known& tail : tails) require_intact(pager, tail);
     pager.unpin(own);

@@ -35,7 +35,7 @@ std::map<int64_t, std::vector<float>> kept_outputs() {
   std::map<int64_t, std::vector<float>> outputs;
   for (int64_t at = 0; at < kLength; at += kRows) {
     const int64_t stop = std::min(at + kRows, kLength);
-    outputs[at] = append(pager, &sequence, {text.begin() + at, text.begin() + stop});
+    outputs[at] = append(pager, &sequence, cut(text, at, stop));
   }
   REQUIRE(pager.released(sequence.id) == 0);
   return outputs;
@@ -83,7 +83,7 @@ PAGER_TEST("outputs are those of a pager that keeps all, in every tier") {
     for (const auto& [at, outputs] : expected) {
       if (at % 48 == 0) pager.evict_all();
       const int64_t stop = std::min<int64_t>(at + kRows, kLength);
-      CHECK(same_bits(append(pager, &sequence, {text.begin() + at, text.begin() + stop}), outputs));
+      CHECK(same_bits(append(pager, &sequence, cut(text, at, stop)), outputs));
       CHECK(pager.released(sequence.id) == behind(stop));
     }
     require_intact(pager, sequence);
@@ -108,8 +108,7 @@ PAGER_TEST("a trim goes back to every position that the window and the rewind le
             str("expected 0 or ", earliest, " to ", 7 * 16 + 3)));
         CHECK(same(look(pager, sequence.id), before));
       } else {
-        pager.trim(sequence.id, position);
-        sequence.tokens.resize(static_cast<size_t>(position));
+        trim(pager, &sequence, position);
         CHECK(pager.released(sequence.id) == (position == 0 ? 0 : behind(7 * 16 + 3, rewind)));
       }
       require_intact(pager, sequence);
@@ -133,7 +132,7 @@ PAGER_TEST("room is promised for what a sequence holds at a time, and the promis
     const std::vector<TokenId> text = some_tokens(50 * 16, 1);
     for (int64_t at = 0; at < 50 * 16; at += 7) {
       const int64_t stop = std::min<int64_t>(at + 7, 50 * 16);
-      append(pager, &sequence, {text.begin() + at, text.begin() + stop});
+      append(pager, &sequence, cut(text, at, stop));
     }
     require_intact(pager, sequence);
     Known other = create(pager);
@@ -159,7 +158,7 @@ PAGER_TEST("two sequences that part keep their promises; a fork that would break
   parent = create(roomy);
   roomy.reserve(parent.id, 40 * 16);
   append(roomy, &parent, some_tokens(9 * 16, 1));
-  Known child{roomy.fork(parent.id), parent.tokens};
+  Known child = forked(roomy, parent);
   append(roomy, &parent, some_tokens(20 * 16, 2));
   require_intact(roomy, parent);
   require_intact(roomy, child);
@@ -178,7 +177,7 @@ PAGER_TEST("what a sequence lets go is cached, found while it is there, and give
   const int64_t adopted = pager.adopt_prefix(twin.id, sequence.tokens);
   CHECK(adopted == kLength / 16 * 16);
   CHECK(pager.released(twin.id) == behind(adopted));
-  twin.tokens = {sequence.tokens.begin(), sequence.tokens.begin() + adopted};
+  twin.tokens = cut(sequence.tokens, 0, adopted);
   require_intact(pager, twin);
   Known others = create(pager, 6 * 16, 8);
   require_intact(pager, others);
@@ -211,7 +210,7 @@ PAGER_TEST("a chunk that is pinned while a forward runs is let go after it") {
   const std::vector<TokenId> more = some_tokens(5, 3);
   const auto length = static_cast<int64_t>(sequence.tokens.size());
   const auto rows = commit_rows(sequence.id, length, more.data(), 5);
-  sequence.tokens.insert(sequence.tokens.end(), more.begin(), more.end());
+  sequence = sequence.with(more);
   pager.begin(rows);
   pager.unpin(pin);
   CHECK(pager.released(sequence.id) == held);
@@ -226,8 +225,7 @@ PAGER_TEST("an aborted forward, and rows that were not accepted, let go of nothi
   Known sequence = create(pager, 6 * 16 + 7, 1);
   const int64_t held = pager.released(sequence.id);
   const std::vector<TokenId> more = some_tokens(kRows, 2);
-  std::vector<TokenId> all = sequence.tokens;
-  all.insert(all.end(), more.begin(), more.end());
+  const std::vector<TokenId> all = joined(sequence.tokens, more);
   const auto rows = commit_rows(sequence.id, 6 * 16 + 7, more.data(), kRows);
   pager.begin(rows);
   run_layers(pager, rows, all);
@@ -243,29 +241,27 @@ PAGER_TEST("an aborted forward, and rows that were not accepted, let go of nothi
 PAGER_TEST("a frozen sequence keeps what it had; a snapshot of it goes on as it would have") {
   const auto expected = kept_outputs();
   const Folder folder;
-  const std::string key = windowed(4, 4).namespace_key;
   Pager pager(windowed(12, 24));
   const std::vector<TokenId> text = some_tokens(kLength, 1);
   Known sequence = create(pager);
-  append(pager, &sequence, {text.begin(), text.begin() + 12 * 16});
+  append(pager, &sequence, cut(text, 0, 12 * 16));
   const auto frozen = pager.freeze(sequence.id);
   const int64_t released = pager.released(sequence.id);
   const ReleasedText before = frozen->meta().before;
-  CHECK(before.tokens == std::vector<TokenId>(text.begin(), text.begin() + released));
+  CHECK(before.tokens == cut(text, 0, released));
   CHECK(before.provenance == std::array<int64_t, 3>{released / 16, 0, 0});
   CHECK(before.window == kWindow);
-  append(pager, &sequence, {text.begin() + 12 * 16, text.end()});
-  save(*frozen, folder.file("turn"), key);
+  append(pager, &sequence, cut(text, 12 * 16));
+  save(*frozen, folder.file("turn"), kFingerprint);
 
   Pager other(windowed(9, 12));
   const auto reader = SnapshotReader::open(folder.file("turn"));
-  Known restored{other.restore(reader, "", Provenance::kExact, key, -1, before),
-                 {text.begin(), text.begin() + 12 * 16}};
+  Known restored{restore(other, reader, -1, before), cut(text, 0, 12 * 16)};
   CHECK(other.released(restored.id) == released);
   require_intact(other, restored);
   for (int64_t at = 12 * 16; at < kLength; at += kRows) {
     const int64_t stop = std::min(at + kRows, kLength);
-    const auto outputs = append(other, &restored, {text.begin() + at, text.begin() + stop});
+    const auto outputs = append(other, &restored, cut(text, at, stop));
     CHECK(same_bits(outputs, expected.at(at)));
   }
   require_intact(other, restored);
@@ -277,8 +273,7 @@ PAGER_TEST("a frozen sequence keeps what it had; a snapshot of it goes on as it 
   wrong[3].tokens[3] = -1;
   wrong[4].provenance = {int64_t{1} << 62, int64_t{1} << 62, 0};
   for (const ReleasedText& one : wrong) {
-    CHECK(contains(error_of<InvalidArgumentError>(
-                       other, [&] { other.restore(reader, "", Provenance::kExact, key, -1, one); }),
+    CHECK(contains(error_of<InvalidArgumentError>(other, [&] { restore(other, reader, -1, one); }),
                    "released tokens"));
   }
   require_intact(other, restored);

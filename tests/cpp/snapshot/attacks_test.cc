@@ -199,7 +199,7 @@ TEST_CASE("TextThatIsNotUtf8IsRefusedByReaderAndWriter") {
                            InvalidArgumentError);
     }
   }
-  CHECK(folder.list() == std::vector<std::string>{"s"});
+  CHECK(folder.names() == std::vector<std::string>{"s"});
   write_sample(path, small_sample());
   const Parts parts = *take_apart(read_bytes(path));
   for (const char* text : bad) {

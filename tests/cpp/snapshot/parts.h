@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kvpager/snapshot.h"
 #include "reseal.h"
 #include "snapshot/bytes.h"
 #include "snapshot/format.h"
@@ -23,7 +24,7 @@ struct Part {
 };
 
 struct Parts {
-  uint16_t minor = 0;
+  uint16_t minor = kSnapshotMinor;
   std::vector<Part> parts;
 
   // Null where there is no section of this type.

@@ -6,9 +6,9 @@
 
 #include <csignal>
 
+#include "base/fault.h"
 #include "content.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/snapshot.h"
 
 namespace kvpager::snapshot_test {
@@ -27,21 +27,21 @@ TEST_CASE("ASealedFileIsWholeAndHasNoNameYet") {
     add_all(sample, &writer);
     const int64_t bytes = writer.seal(sample.meta);
     CHECK(read_bytes(folder.file("s")) == old);
-    REQUIRE(folder.list().size() == 2);
-    const std::string temporary = folder.file(folder.list()[0]);
+    REQUIRE(folder.names().size() == 2);
+    const std::string temporary = folder.file(folder.names()[0]);
     sealed = read_bytes(temporary);
     CHECK(static_cast<int64_t>(sealed.size()) == bytes);
     CHECK(read_all(*SnapshotReader::open(temporary)).payload == sample.payload);
   }
   // Destroyed before it was published: as if it had never been.
-  CHECK(folder.list() == std::vector<std::string>{"s"});
+  CHECK(folder.names() == std::vector<std::string>{"s"});
   CHECK(read_bytes(folder.file("s")) == old);
 
   SnapshotWriter writer(folder.file("s"), small_layout());
   add_all(sample, &writer);
   writer.seal(sample.meta);
   writer.publish();
-  CHECK(folder.list() == std::vector<std::string>{"s"});
+  CHECK(folder.names() == std::vector<std::string>{"s"});
   CHECK(read_bytes(folder.file("s")) == sealed);
 }
 
@@ -96,7 +96,7 @@ int die_at_every_visit(const char* point, const TestContent& content, bool over)
     const bool finished = WIFEXITED(status) && WEXITSTATUS(status) == 0;
     CHECK((finished || (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)));
     bool named = false;
-    for (const std::string& name : folder.list()) {
+    for (const std::string& name : folder.names()) {
       if (name == "s") {
         named = true;
       } else {

@@ -66,7 +66,7 @@ inline void reseal_bulk(std::string* bytes) {
   if (!inside(*bytes, layout) || layout.size < 12 || !inside(*bytes, chunks)) return;
   const auto layers = get<uint32_t>(*bytes, layout.offset);
   const auto chunk_tokens = get<uint32_t>(*bytes, layout.offset + 8);
-  const size_t fixed = chunks.version < kChunksVersion ? 32 : 48;
+  const size_t fixed = 48;
   const uint64_t stride = fixed + uint64_t{8} * layers;
   const bool manifest = is_manifest(*bytes);
   std::string slices;

@@ -14,19 +14,15 @@
 #include <csignal>
 #include <memory>
 
+#include "../disarm.h"
 #include "content.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/snapshot.h"
 
 namespace kvpager::snapshot_test {
 namespace {
 
 using Where = TestContent::Where;
-
-struct Disarm {
-  ~Disarm() { fault::disarm_all(); }
-};
 
 struct stat status_of(const std::string& path) {
   struct stat status{};
@@ -81,7 +77,7 @@ TEST_CASE("AReservedTemporaryHasItsSizeAndDiskSpaceAtOnceAndIsCutWhenSealed") {
   constexpr int64_t kReserved = 3 << 20;
   {
     SnapshotWriter writer(folder.file("s"), small_layout(), kReserved);
-    const std::string temporary = folder.file(folder.list()[0]);
+    const std::string temporary = folder.file(folder.names()[0]);
     CHECK(status_of(temporary).st_size == kReserved);
     CHECK(status_of(temporary).st_blocks * 512 >= kReserved);
     add_all(sample, &writer);
@@ -90,11 +86,11 @@ TEST_CASE("AReservedTemporaryHasItsSizeAndDiskSpaceAtOnceAndIsCutWhenSealed") {
     CHECK(status_of(temporary).st_blocks * 512 < kReserved);
     writer.publish();
   }
-  CHECK(folder.list() == std::vector<std::string>{"expected", "s"});
+  CHECK(folder.names() == std::vector<std::string>{"expected", "s"});
   CHECK(read_bytes(folder.file("s")) == read_bytes(folder.file("expected")));
   CHECK_THROWS_WITH_AS(SnapshotWriter(folder.file("t"), small_layout(), -1),
                        doctest::Contains("reserve_bytes is -1"), InvalidArgumentError);
-  CHECK(folder.list().size() == 2);
+  CHECK(folder.names().size() == 2);
 }
 
 TEST_CASE("AContentLargerThanWhatWasReservedIsWrittenAllTheSame") {
@@ -109,25 +105,25 @@ TEST_CASE("AContentLargerThanWhatWasReservedIsWrittenAllTheSame") {
 }
 
 TEST_CASE("WhereSpaceCannotBePromisedTheFileStillHasItsSize") {
-  const Disarm disarm;
+  const testing::Disarm disarm;
   const TemporaryFolder folder;
   constexpr int64_t kReserved = 3 << 20;
   for (const int error : {EOPNOTSUPP, ENOSYS}) {
     fault::arm("snapshot.reserve", 0, error);
     const SnapshotWriter writer(folder.file("s"), small_layout(), kReserved);
     CHECK_FALSE(fault::any_armed);
-    CHECK(status_of(folder.file(folder.list()[0])).st_size == kReserved);
+    CHECK(status_of(folder.file(folder.names()[0])).st_size == kReserved);
   }
   fault::arm("snapshot.reserve", 0, EOPNOTSUPP);
   fault::arm("snapshot.truncate", 0, EFBIG);
   CHECK_THROWS_WITH_AS(SnapshotWriter(folder.file("s"), small_layout(), kReserved),
                        doctest::Contains("cannot reserve 3145728 bytes: File too large"),
                        StorageError);
-  CHECK(folder.list().empty());
+  CHECK(folder.names().empty());
 }
 
 TEST_CASE("AFullDiskIsKnownWhenTheWriterIsMade") {
-  const Disarm disarm;
+  const testing::Disarm disarm;
   const TemporaryFolder folder;
   fault::arm("snapshot.reserve", 0, ENOSPC);
   const std::string path = folder.file("s");
@@ -136,7 +132,7 @@ TEST_CASE("AFullDiskIsKnownWhenTheWriterIsMade") {
       doctest::Contains(
           (path + ": cannot reserve 123456789 bytes: No space left on device").c_str()),
       StorageError);
-  CHECK(folder.list().empty());
+  CHECK(folder.names().empty());
 }
 
 // A file system of 4 MiB, where the test may mount one.
@@ -160,7 +156,7 @@ TEST_CASE("OnADiskThatIsReallyFullEveryStepFailsClearlyAndLeavesNothing") {
       try {
         save();
       } catch (const StorageError&) {
-        if (!folder.list().empty()) throw std::runtime_error("something was left behind");
+        if (!folder.names().empty()) throw std::runtime_error("something was left behind");
         throw;
       }
     });
@@ -194,14 +190,14 @@ TEST_CASE("AFileSizeLimitIsKnownWhenTheWriterIsMade") {
     SnapshotWriter(folder.file("s"), small_layout(), 2 << 20);
   });
   CHECK(words == folder.file("s") + ": cannot reserve 2097152 bytes: File too large");
-  CHECK(folder.list().empty());
+  CHECK(folder.names().empty());
 }
 
 TEST_CASE("TheFileIsLockedFromItsFirstMomentUntilItsWriterIsGone") {
   const TemporaryFolder folder;
   const Sample sample = small_sample();
   auto writer = std::make_unique<SnapshotWriter>(folder.file("s"), small_layout());
-  const std::string temporary = folder.file(folder.list()[0]);
+  const std::string temporary = folder.file(folder.names()[0]);
   CHECK(lock_error(temporary) == EWOULDBLOCK);
   add_all(sample, writer.get());
   writer->seal(sample.meta);
@@ -223,26 +219,26 @@ TEST_CASE("ATemporaryWhoseWriterWasKilledCanBeLocked") {
   int status = 0;
   ::waitpid(child, &status, 0);
   CHECK(WIFSIGNALED(status));
-  REQUIRE(folder.list().size() == 1);
-  CHECK(lock_error(folder.file(folder.list()[0])) == 0);
+  REQUIRE(folder.names().size() == 1);
+  CHECK(lock_error(folder.file(folder.names()[0])) == 0);
 }
 
 TEST_CASE("ATemporarySweptAwayBeforeItWasLockedIsMadeAgain") {
-  const Disarm disarm;
+  const testing::Disarm disarm;
   const TemporaryFolder folder;
   fault::arm("snapshot.lock", 0, EWOULDBLOCK);  // somebody who sweeps holds it
   write_sample(folder.file("s"), small_sample());
   CHECK_FALSE(fault::any_armed);
-  CHECK(folder.list() == std::vector<std::string>{"s"});
+  CHECK(folder.names() == std::vector<std::string>{"s"});
 }
 
 TEST_CASE("AFileSystemWithoutLocksCanBeWrittenTo") {
-  const Disarm disarm;
+  const testing::Disarm disarm;
   const TemporaryFolder folder;
   fault::arm("snapshot.lock", 0, EOPNOTSUPP);
   write_sample(folder.file("s"), small_sample());
   CHECK_FALSE(fault::any_armed);
-  CHECK(folder.list() == std::vector<std::string>{"s"});
+  CHECK(folder.names() == std::vector<std::string>{"s"});
 }
 
 TEST_CASE("TheSizeForAReservationIsEnoughAndLittleMore") {

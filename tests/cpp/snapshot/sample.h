@@ -1,70 +1,21 @@
 // Small snapshots for the tests of this room, and the tools to damage them.
 #pragma once
 
-#include <dirent.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "../folder.h"
 #include "kvpager/snapshot.h"
 #include "snapshot/metadata.h"
 
 namespace kvpager::snapshot_test {
 
-// A folder of its own, removed with its files.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    const char* base = std::getenv("TMPDIR");
-    path_ = std::string(base != nullptr ? base : "/tmp") + "/kvpager_snapshot_XXXXXX";
-    if (::mkdtemp(path_.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-  }
-  ~TemporaryFolder() {
-    for (const std::string& name : list()) ::unlink((path_ + "/" + name).c_str());
-    ::rmdir(path_.c_str());
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  std::string path() const { return path_; }
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
-  // Hidden names included.
-  std::vector<std::string> list() const {
-    std::vector<std::string> names;
-    DIR* dir = ::opendir(path_.c_str());
-    while (const dirent* entry = ::readdir(dir)) {
-      const std::string name = entry->d_name;
-      if (name != "." && name != "..") names.push_back(name);
-    }
-    ::closedir(dir);
-    std::sort(names.begin(), names.end());
-    return names;
-  }
-
- private:
-  std::string path_;
-};
-
-inline std::string read_bytes(const std::string& path) {
-  std::ifstream in(path, std::ios::binary | std::ios::ate);
-  if (!in) return "";
-  std::string bytes(static_cast<size_t>(in.tellg()), '\0');
-  in.seekg(0);
-  in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  return bytes;
-}
-
-inline void write_bytes(const std::string& path, const std::string& bytes) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-}
+using TemporaryFolder = testing::Folder;
+using testing::read_bytes;
+using testing::write_bytes;
 
 inline Layout small_layout() {
   Layout layout;
@@ -165,16 +116,6 @@ inline Sample make_sample(const Layout& layout, int64_t tokens, int64_t summary_
     }
   }
   return out;
-}
-
-// One of before version 1.2.
-inline Sample legacy_sample() {
-  Sample sample = make_sample(small_layout(), 7 * 16 + 5);
-  sample.meta.legacy_names = true;
-  for (SnapshotChunk& chunk : sample.meta.chunks) {
-    chunk.chain_hash = {{chunk.chain_hash.words[0], chunk.chain_hash.words[1], 0, 0}};
-  }
-  return sample;
 }
 
 // Three sealed chunks and a tail of five tokens, hints, two sections from the future.

@@ -13,6 +13,7 @@
 
 #include "kvpager/snapshot.h"
 #include "sample.h"
+#include "stored.h"
 
 namespace kvpager::snapshot_test {
 
@@ -29,8 +30,8 @@ class StoreFixture {
     write_pack(kPackA, {1, 3, 5});
     write_pack(kPackB, {0, 2, 4, 6});
     write_pack(kVictimPack, {0, 1, 2, 3, 4, 5, 6});
-    write_manifest(manifest(), {{kVictimPack, 7}},
-                   {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}});
+    write_manifest(manifest(), sample_,
+                   {{{kVictimPack, 7}}, {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}}});
     sound_ = SnapshotReader::open(pack_path(kPackB));
   }
   ~StoreFixture() {
@@ -66,7 +67,7 @@ class StoreFixture {
   }
   // Writes a manifest over packs b (chunks 0, 2, 4, 6) and a (1, 3, 5).
   void write_two_packs(const std::string& path) const {
-    write_manifest(path, {{kPackB, 4}, {kPackA, 3}}, two_pack_places());
+    write_manifest(path, sample_, {{{kPackB, 4}, {kPackA, 3}}, two_pack_places()});
   }
   std::string pack_a() const { return pack_path(kPackA); }
   std::string pack_b() const { return pack_path(kPackB); }
@@ -82,42 +83,10 @@ class StoreFixture {
   }
 
   std::string pack_path(const Hash128& id) const {
-    char name[48];
-    std::snprintf(name, sizeof(name), "%016llx%016llx.kvsnap",
-                  static_cast<unsigned long long>(id.high),
-                  static_cast<unsigned long long>(id.low));
-    return folder_ + "/packs/" + name;
+    return folder_ + "/packs/" + snapshot::pack_file_name(id);
   }
-
   void write_pack(const Hash128& id, const std::vector<size_t>& chunks) const {
-    Sample pack;
-    pack.meta = sample_.meta;
-    pack.meta.session = R"({"pack":true})";
-    std::vector<TokenId> tokens;
-    pack.meta.chunks.clear();
-    for (const size_t c : chunks) {
-      const TokenId* first = sample_.meta.tokens.begin() + c * 16;
-      tokens.insert(tokens.end(), first, first + 16);
-      pack.meta.chunks.push_back(sample_.meta.chunks[c]);
-      pack.payload.push_back(sample_.payload[c]);
-      pack.summaries.push_back(sample_.summaries[c]);
-    }
-    pack.meta.tokens = std::move(tokens);
-    write_sample(pack_path(id), pack);
-  }
-
-  void write_manifest(const std::string& path, const std::vector<SnapshotPacks::Pack>& packs,
-                      const std::vector<SnapshotPacks::Place>& places) const {
-    SnapshotMeta meta = sample_.meta;
-    meta.packs.packs = packs;
-    meta.packs.places = places;
-    for (size_t c = 0; c < sample_.summaries.size(); ++c) {
-      meta.chunks[c].summary_checksum = slice_checksum(
-          sample_.summaries[c].data(), static_cast<int64_t>(sample_.summaries[c].size()));
-    }
-    SnapshotWriter writer(path, meta.layout);
-    writer.add_chunk(sample_.payload.back().data());
-    writer.finish(meta);
+    write_sample(pack_path(id), part_of(sample_, chunks));
   }
 
   std::string folder_;

@@ -19,8 +19,7 @@ inline Sample part_of(const Sample& sample, const std::vector<size_t>& which) {
   out.meta.scorer = sample.meta.scorer;
   out.meta.summary_page_bytes = sample.meta.summary_page_bytes;
   out.meta.fingerprint = sample.meta.fingerprint;
-  out.meta.session = R"({"pack": true})";
-  out.meta.legacy_names = sample.meta.legacy_names;
+  out.meta.session = R"({"pack":true})";
   std::vector<TokenId> tokens;
   for (const size_t c : which) {
     const SnapshotChunk& chunk = sample.meta.chunks[c];

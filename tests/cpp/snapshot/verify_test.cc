@@ -4,8 +4,8 @@
 #include <cerrno>
 #include <filesystem>
 
+#include "base/fault.h"
 #include "kvpager/error.h"
-#include "kvpager/fault.h"
 #include "kvpager/snapshot.h"
 #include "sample.h"
 #include "snapshot/format.h"

@@ -1,0 +1,36 @@
+# Compiles each installed header alone, with the installed folder and the standard library and nothing
+# else, and checks that the installed targets pass no flags of ours on.
+#   cmake -DPREFIX=... -DCXX=g++ -P headers.cmake
+file(GLOB headers RELATIVE ${PREFIX}/include ${PREFIX}/include/kvpager/*.h)
+list(LENGTH headers count)
+if(count LESS 10)
+  message(FATAL_ERROR "${count} headers in ${PREFIX}/include/kvpager; expected all of csrc/include/kvpager")
+endif()
+set(bad)
+foreach(header IN LISTS headers)
+  file(WRITE ${PREFIX}/alone.cc "#include <${header}>\n#include <${header}>\n")
+  execute_process(
+    COMMAND ${CXX} -std=c++17 -Wall -Wextra -Wpedantic -Werror -fsyntax-only -I${PREFIX}/include ${PREFIX}/alone.cc
+    RESULT_VARIABLE result ERROR_VARIABLE words)
+  if(NOT result EQUAL 0)
+    list(APPEND bad "${header}: ${words}")
+  endif()
+endforeach()
+file(REMOVE ${PREFIX}/alone.cc)
+
+file(GLOB_RECURSE targets ${PREFIX}/*/kvpagerTargets.cmake)
+file(STRINGS ${targets} leaks REGEX "INTERFACE_(COMPILE_OPTIONS|COMPILE_DEFINITIONS|LINK_OPTIONS|SOURCES)")
+foreach(leak IN LISTS leaks)
+  list(APPEND bad "${targets}: passes on ${leak}")
+endforeach()
+file(STRINGS ${targets} folders REGEX "INTERFACE_INCLUDE_DIRECTORIES")
+foreach(folder IN LISTS folders)
+  if(NOT folder MATCHES "DIRECTORIES \"\\\${_IMPORT_PREFIX}/include\"$")
+    list(APPEND bad "${targets}: includes ${folder}, expected the prefix's include folder alone")
+  endif()
+endforeach()
+if(bad)
+  list(JOIN bad "\n  " text)
+  message(FATAL_ERROR "what is installed does not stand alone:\n  ${text}")
+endif()
+message(STATUS "${count} headers compile alone")
