@@ -10,6 +10,7 @@ that runs its own. What is less often needed is in submodules:
 - `kvpager.segments`: texts computed once and used at any position.
 - `kvpager.companions`, `kvpager.drafts`, `kvpager.speculation`: caches of other models beside a
   text's own, and guesses of the next tokens.
+- `kvpager.connectors`: kvpager's stores inside vLLM, its forwards inside TRL.
 - `kvpager.verify`: the contract as relations that anybody can check.
 - `kvpager.errors`: all errors; the rare ones are only there.
 
@@ -24,9 +25,15 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvpager._version import __version__
-
 if TYPE_CHECKING:
+    from kvpager._model.layout import Layout
+    from kvpager._model.watch.looks import only_looks
+    from kvpager._runtime.scheduling.agreement import Agreement
+    from kvpager._runtime.scheduling.completion import Completion
+    from kvpager._runtime.scheduling.options import GenerationOptions
+    from kvpager._runtime.scheduling.score import Score
+    from kvpager._runtime.scheduling.stream import GeneratedToken
+    from kvpager._runtime.snapshots.saving import SaveHandle
     from kvpager.config import Dense, PagerConfig, PagerOptions, TopK, Window
     from kvpager.engine import Engine
     from kvpager.errors import (
@@ -43,33 +50,26 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedVersionError,
     )
-    from kvpager.layout import Layout
     from kvpager.pager import Pager, open_snapshot
-    from kvpager.scheduling.agreement import Agreement
-    from kvpager.scheduling.completion import Completion
-    from kvpager.scheduling.options import GenerationOptions
-    from kvpager.scheduling.score import Score
-    from kvpager.scheduling.stream import GeneratedToken
     from kvpager.session import Reuse, Session
-    from kvpager.snapshots.saving import SaveHandle
     from kvpager.stores import DirectoryStore, FileStore, SaveReport
     from kvpager.transformers_cache.cache import Cache
 
 _HOME = {
-    "Agreement": "kvpager.scheduling.agreement",
+    "Agreement": "kvpager._runtime.scheduling.agreement",
     "Cache": "kvpager.transformers_cache.cache",
     "CapacityError": "kvpager.errors",
-    "Completion": "kvpager.scheduling.completion",
+    "Completion": "kvpager._runtime.scheduling.completion",
     "CorruptSnapshotError": "kvpager.errors",
     "Dense": "kvpager.config",
     "DirectoryStore": "kvpager.stores",
     "Engine": "kvpager.engine",
     "FileStore": "kvpager.stores",
     "FingerprintMismatchError": "kvpager.errors",
-    "GeneratedToken": "kvpager.scheduling.stream",
-    "GenerationOptions": "kvpager.scheduling.options",
+    "GeneratedToken": "kvpager._runtime.scheduling.stream",
+    "GenerationOptions": "kvpager._runtime.scheduling.options",
     "InvalidArgumentError": "kvpager.errors",
-    "Layout": "kvpager.layout",
+    "Layout": "kvpager._model.layout",
     "ModelChangedError": "kvpager.errors",
     "NonFiniteError": "kvpager.errors",
     "Pager": "kvpager.pager",
@@ -79,21 +79,23 @@ _HOME = {
     "PrefixMismatchError": "kvpager.errors",
     "RestoreNotConsumedError": "kvpager.errors",
     "Reuse": "kvpager.session",
-    "SaveHandle": "kvpager.snapshots.saving",
+    "SaveHandle": "kvpager._runtime.snapshots.saving",
     "SaveReport": "kvpager.stores",
-    "Score": "kvpager.scheduling.score",
+    "Score": "kvpager._runtime.scheduling.score",
     "Session": "kvpager.session",
     "StorageError": "kvpager.errors",
     "TopK": "kvpager.config",
     "UnsupportedModelError": "kvpager.errors",
     "UnsupportedVersionError": "kvpager.errors",
     "Window": "kvpager.config",
+    "only_looks": "kvpager._model.watch.looks",
     "open_snapshot": "kvpager.pager",
 }
 _SUBMODULES = frozenset(
     {
         "companions",
         "config",
+        "connectors",
         "drafts",
         "errors",
         "grammar",
@@ -107,11 +109,18 @@ _SUBMODULES = frozenset(
     }
 )
 
+__version__ = "0.1.0"
+
 logging.getLogger("kvpager").addHandler(logging.NullHandler())
 
 
 def _fix_workspace() -> None:
-    """Gives cuBLAS one size of workspace for all products, unless it has been asked for already."""
+    """Gives cuBLAS one size of workspace for all products, unless it has been asked for already.
+
+    In another engine's process its products are its own business.
+    """
+    if "vllm" in sys.modules:
+        return
     torch = sys.modules.get("torch")
     if torch is None or (torch.version.cuda and not torch.cuda.is_initialized()):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -153,6 +162,7 @@ __all__ = [
     "UnsupportedVersionError",
     "Window",
     "__version__",
+    "only_looks",
     "open_snapshot",
 ]
 

@@ -7,6 +7,7 @@ import collections.abc
 import numpy
 import numpy.typing
 import typing
+import typing_extensions
 
 __all__: list[str] = [
     "ByteWatch",
@@ -38,9 +39,11 @@ __all__: list[str] = [
     "PagerOptions",
     "Place",
     "Program",
+    "ReadGate",
     "SNAPSHOT_VERSION",
     "Selection",
     "SnapshotContent",
+    "SnapshotImage",
     "SnapshotReader",
     "SnapshotWriter",
     "StorageError",
@@ -50,6 +53,7 @@ __all__: list[str] = [
     "Workers",
     "arm_fault",
     "attention_of",
+    "block_check",
     "converted_content",
     "disarm_faults",
     "isa_name",
@@ -58,11 +62,9 @@ __all__: list[str] = [
     "loose_content",
     "probe_device",
     "processor",
+    "read_blocks",
     "released_text",
-    "scorer_description",
-    "scorer_names",
     "snapshot_file_bytes",
-    "summary_bytes",
     "total_device_bytes",
     "total_mapped_bytes",
     "total_pinned_bytes",
@@ -304,7 +306,6 @@ class PagerOptions:
     namespace_key: str
     poison: bool
     policy: str
-    scorer: str
     selection: Selection
     workers: Workers
     def __init__(self) -> None: ...
@@ -370,7 +371,7 @@ class SnapshotContent:
     @property
     def chain_hashes(self) -> list[bytes]:
         """
-        Names of the sealed chunks, 32 bytes each; 16 where legacy_names.
+        Names of the sealed chunks, 32 bytes each.
         """
     @property
     def chunks(self) -> int: ...
@@ -386,11 +387,6 @@ class SnapshotContent:
         """
     @property
     def layout(self) -> Layout: ...
-    @property
-    def legacy_names(self) -> bool:
-        """
-        Of before version 1.2: chunks have the XXH3-128 hashes of then, by which none is found.
-        """
     @property
     def provenance(self) -> list[str]: ...
     @property
@@ -432,7 +428,14 @@ class SnapshotReader(SnapshotContent):
         A snapshot put together from sealed chunks of opened ones: (reader, chunk).
         """
     @staticmethod
-    def open(path: str, packs_folder: str = "") -> SnapshotReader: ...
+    def open(
+        path: str,
+        packs_folder: str = "",
+        opener: collections.abc.Callable[[str], typing.Any] | None = None,
+    ) -> SnapshotReader:
+        """
+        opener: called with the path of the snapshot and of each pack; returns their bytes, as kvpager.stores.ByteRanges does.
+        """
     def read_chunk(
         self, chunk: typing.SupportsInt | typing.SupportsIndex
     ) -> numpy.typing.NDArray[numpy.uint8]: ...
@@ -467,8 +470,6 @@ class SnapshotReader(SnapshotContent):
     @property
     def logical_digest(self) -> str: ...
     @property
-    def minor_version(self) -> int: ...
-    @property
     def packs(self) -> list[tuple[str, int]]: ...
     @property
     def path(self) -> str: ...
@@ -494,9 +495,10 @@ class SnapshotWriter:
         layout: Layout,
         reserve_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
         mode: typing.SupportsInt | typing.SupportsIndex = 384,
+        cipher: typing.Any = None,
     ) -> None:
         """
-        mode: permissions; a file that has the name keeps those that it lacks.
+        mode: permissions; a file that has the name keeps those that it lacks. cipher: encrypts all that is written, as kvpager.stores.encryption does.
         """
     def discard(self) -> None:
         """
@@ -527,6 +529,30 @@ class SnapshotWriter:
         """
     @property
     def summary_checksums(self) -> numpy.typing.NDArray[numpy.uint64]: ...
+    @property
+    def temporary(self) -> str:
+        """
+        Name of the temporary file, in the folder of the path; empty once there is none.
+        """
+
+class SnapshotImage:
+    """
+    The file that a content would be, in pieces made when they are read.
+    """
+    def __init__(self, content: SnapshotContent, fingerprint: str, session: str) -> None: ...
+    def read_piece(self, piece: typing.SupportsInt | typing.SupportsIndex) -> bytes:
+        """
+        One behind the other, the pieces are the file. None is larger than a chunk, a summary, the front or the metadata.
+        """
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def logical_digest(self) -> str:
+        """
+        As the reader of the file will say.
+        """
+    @property
+    def pieces(self) -> int: ...
 
 class ChunkInfo:
     """
@@ -686,12 +712,6 @@ class Pager:
         OwnedForward.give_rows of whichever forward runs; likewise `write` and `mark_replayed`.
         """
     def ledger(self, sequence: typing.SupportsInt | typing.SupportsIndex) -> list[ChunkInfo]: ...
-    def legacy_chain_hashes(
-        self, tokens: typing.Annotated[numpy.typing.ArrayLike, numpy.int32], salt: str
-    ) -> list[bytes]:
-        """
-        What snapshots of 1.0 and 1.1 call the full chunks, 16 bytes each.
-        """
     def mark_replayed(
         self,
         generation: typing.SupportsInt | typing.SupportsIndex,
@@ -894,6 +914,13 @@ class OwnedForward:
         generation: typing.SupportsInt | typing.SupportsIndex,
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
+    def selected(self) -> tuple[numpy.ndarray, numpy.ndarray] | None:
+        """
+        The chunks that each (row, kv head) attended to in the last attend, ascending: offsets
+        int64 [rows * kv_heads + 1] into chunks int32. None: each attends to all of them.
+
+        Raises InvalidArgumentError on a device.
+        """
     def write_rows(
         self,
         layer: typing.SupportsInt | typing.SupportsIndex,
@@ -954,7 +981,12 @@ class ByteWatch:
             ]
         ],
         threads: typing.SupportsInt | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+    def digests(self, range: typing.SupportsInt | typing.SupportsIndex) -> bytes:
+        """
+        Of a range as it was when this was made: a digest of 16 bytes for each MiB, by the seed.
+        """
     def sample(self, blocks: typing.SupportsInt | typing.SupportsIndex) -> int:
         """
         Reads so many blocks of each range again, at random places; returns the number of a range that was found changed, or -1.
@@ -1021,6 +1053,10 @@ class ExclusiveLock:
         """
         Called with the lock held, and with what the block raised or None.
         """
+    def undone(self) -> None:
+        """
+        Called with the lock held if one of these raised; again if it raises itself.
+        """
 
 class ContextValue:
     """
@@ -1069,18 +1105,46 @@ class Turns:
         Whether this thread is in a forward.
         """
 
+class ReadGate:
+    """
+    Whether reads may still write to their destinations. Once closed it stays closed.
+    """
+    def __init__(self, seconds: typing.SupportsFloat | typing.SupportsIndex | None = None) -> None:
+        """
+        Closes by itself after `seconds`; None: never.
+        """
+    def close(self) -> None:
+        """
+        Closes the gate; returns when no copy is running.
+        """
+    def copy(self, into: typing_extensions.Buffer, data: typing_extensions.Buffer) -> bool:
+        """
+        Copies a block; False, and nothing is written, if the gate is closed.
+        """
+    def is_open(self) -> bool: ...
+    @property
+    def state(self) -> str:
+        """
+        What `is_open` and copies found last: "open", "abandoned" or "late".
+        """
+
 def arm_fault(
     point: str,
     after: typing.SupportsInt | typing.SupportsIndex,
     error_number: typing.SupportsInt | typing.SupportsIndex,
 ) -> None:
     """
-    Makes the `after`-th next visit of a named fault point fail once with this errno.
+    Makes the `after`-th next visit of a named fault point fail once with this errno. Only in builds for tests, as is disarm_faults.
     """
 
 def attention_of(options: PagerOptions, q_dtype: str) -> tuple[str, int]:
     """
     What a pager of these options runs for queries of a dtype, "reference" or "tensor", and its version.
+    """
+
+def block_check(binding: bytes, data: typing_extensions.Buffer) -> bytes:
+    """
+    The check of a block: 16 bytes.
     """
 
 def converted_content(
@@ -1169,6 +1233,28 @@ def processor() -> dict[str, int]:
     whether it has dot products of bytes and of bfloat16, and AMX tiles of bfloat16.
     """
 
+def read_blocks(
+    gate: ReadGate,
+    blocks: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            bytes,
+            bytes,
+            typing_extensions.Buffer,
+        ]
+    ],
+) -> list[str]:
+    """
+    Reads blocks one after the other and copies those whose check is right.
+
+    Args:
+        blocks: file, start, binding, check and destination of each; the files stay open meanwhile.
+
+    Returns:
+        For each "hit", "miss" (the gate was closed), "damaged" or "unreadable".
+    """
+
 def released_text(
     content: SnapshotContent,
 ) -> (
@@ -1177,16 +1263,6 @@ def released_text(
 ):
     """
     Of a frozen sequence, what came before its first chunk: token ids, chunks by provenance (exact, decode, approximate), window; or None.
-    """
-
-def scorer_description(name: str) -> str:
-    """
-    One line on what a scorer's summary holds.
-    """
-
-def scorer_names() -> list[str]:
-    """
-    Names of the registered scorers.
     """
 
 def snapshot_file_bytes(
@@ -1199,11 +1275,6 @@ def snapshot_file_bytes(
 ) -> int:
     """
     No file of so many chunks, or manifest with so many packs, is larger.
-    """
-
-def summary_bytes(scorer: str, layout: Layout) -> int:
-    """
-    Bytes of the summary of one (chunk, layer, kv head).
     """
 
 def total_device_bytes() -> int:
@@ -1225,6 +1296,6 @@ CHECKS_INVARIANTS: bool = False
 CHUNKS_PER_SPLIT: int = 8
 KERNEL_VERSION: int = 1
 LINEAR_VERSION: int = 1
-SNAPSHOT_VERSION: tuple[int, int] = (1, 3)
+SNAPSHOT_VERSION: tuple[int, int] = (1, 0)
 TENSOR_LINEAR_VERSION: int = 1
 __version__: str = "0.1.0"

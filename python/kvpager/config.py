@@ -12,11 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypedDict
 
-from kvpager.arguments import check_names, is_one_of, listed, refusal
-from kvpager.errors import InvalidArgumentError
-from kvpager.option_table import (
+from kvpager._support.arguments import check_names, is_one_of, listed, refusal
+from kvpager._support.option_table import (
     AUTO,
     Validated,
     choice,
@@ -24,13 +23,15 @@ from kvpager.option_table import (
     flag,
     folder,
     integer,
-    name,
     number,
     option,
     size,
 )
+from kvpager.errors import InvalidArgumentError
 
-DEFAULT_SCORER = "bits2"
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # Default M: the first of these that the configuration allows. On the CPU, prefill is about as fast
 # as possible with 256 if smaller forwards may have fewer rows; if not, 64 rows cost little more
 # than one. On a GPU the weights are read once for all rows: 256 rows cost little more than one, and
@@ -130,7 +131,6 @@ class TopK(Validated):
     recent: int = option(
         integer(1, _MANY), "tokens before a row that it always sees; at least `rows`", 256
     )
-    scorer: str = option(name(), "how chunks are summarised and scored", DEFAULT_SCORER)
     always: tuple[tuple[int, int], ...] = option(
         ("token ranges (start, stop)", _ranges), "half-open token ranges that every row sees", ()
     )
@@ -165,7 +165,7 @@ _DENSE = Dense()
 class PagerConfig(Validated):
     """All options of a pager.
 
-    `selection`, `scorer`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device`, `attention` and
+    `selection`, `rows`, `exact`, `chunk_tokens`, `kv_dtype`, `device`, `attention` and
     `linear` change results. All others affect only placement and speed, never a bit.
     """
 
@@ -277,7 +277,8 @@ class PagerConfig(Validated):
         choice(LINEARS),
         "whose products linear layers are: kvpager's, whose rows have the same bits "
         "among any number of rows, or torch's; auto: on the CPU kvpager's for "
-        "the dtypes in which they are fast on this kind of processor, on a GPU torch's",
+        "the dtypes in which they are fast on this kind of processor (none without AVX2, where "
+        "kvpager's are refused), on a GPU torch's",
         "auto",
     )
     compress_weights: bool = option(
@@ -300,9 +301,6 @@ class PagerConfig(Validated):
         "operations (at most 16)",
         True,
     )
-    scorer: str | None = option(
-        name(none="the selection's, or " + DEFAULT_SCORER), "makes the chunks' key summaries", None
-    )
     debug_shuffle_seed: int | None = option(
         integer(1, 2**64 - 1, none="off"), "hands blocks out in a random order (tests)", None
     )
@@ -324,12 +322,6 @@ class PagerConfig(Validated):
         if self.disk_path is not None and not self.disk_bytes:
             raise refusal(
                 "PagerConfig.disk_bytes", 0, f"a budget, because disk_path is {self.disk_path!r}"
-            )
-        if isinstance(self.selection, TopK) and self.scorer not in (None, self.selection.scorer):
-            raise refusal(
-                "PagerConfig.scorer",
-                self.scorer,
-                f"None or {self.selection.scorer!r}, the selection's: chunks have one summary",
             )
         if self.rows is not None:
             self.row_choices()
@@ -458,14 +450,7 @@ class PagerConfig(Validated):
         """`summary_bytes` in bytes; AUTO_BYTES for "auto"."""
         return AUTO_BYTES if self.summary_bytes == "auto" else int(self.summary_bytes)
 
-    @property
-    def scorer_name(self) -> str:
-        """The scorer that makes summaries."""
-        if isinstance(self.selection, TopK):
-            return self.selection.scorer
-        return self.scorer or DEFAULT_SCORER
-
-    def replace(self, **changes: Any) -> PagerConfig:
+    def replace(self, **changes: Unpack[PagerOptions]) -> PagerConfig:
         """A copy with some options changed; the error for an unknown name suggests a known one."""
         return dataclasses.replace(self, **known_options(changes))
 
@@ -500,7 +485,6 @@ class PagerOptions(TypedDict, total=False):
     compress_weights: bool
     missed_chunks: Literal["auto", "direct", "staged"]
     graphs: bool
-    scorer: str | None
     debug_shuffle_seed: int | None
     debug_poison: bool
 
@@ -521,11 +505,10 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_selection(selection: Selection) -> str:
-    """One canonical line with all parameters of a selection, except its scorer."""
+    """One canonical line with all parameters of a selection."""
     values = [
         f"{field.name}={getattr(selection, field.name)}"
         for field in sorted(dataclasses.fields(selection), key=lambda field: field.name)
-        if field.name != "scorer"
     ]
     return f"{selection.kind}({', '.join(values)})"
 
@@ -559,3 +542,22 @@ def _control_group(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+SELECTIONS: Mapping[str, type[Dense] | type[TopK] | type[Window]] = {
+    kind.kind: kind for kind in (Dense, TopK, Window)
+}
+
+
+def config_to_json(config: PagerConfig) -> dict[str, Any]:
+    """Every option by name; `config_from_json` is the inverse."""
+    values = dataclasses.asdict(config)
+    values["selection"]["kind"] = config.selection.kind
+    return values
+
+
+def config_from_json(values: Mapping[str, Any]) -> PagerConfig:
+    """The configuration that `config_to_json` described."""
+    fields = dict(values["selection"])
+    selection = SELECTIONS[fields.pop("kind")](**fields)
+    return PagerConfig(**{**values, "selection": selection})

@@ -2,61 +2,64 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from kvpager.arguments import Integer, as_flag, as_integer, listed, refusal
+from kvpager._model import pretrained
+from kvpager._model.facts.checked_model import configuration
+from kvpager._model.facts.compression import compressed_bytes
+from kvpager._model.facts.opening import open_core, prove_again
+from kvpager._model.layout import Layout
+from kvpager._model.proof.prove import RowProof
+from kvpager._model.seam.causal_lm import vocab_size
+from kvpager._model.seam.rows import RowCounts
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.gradients.logprobs import TextLogprobs, logprobs_of
+from kvpager._runtime.scheduling.decode import TokenIterator, begin_streams
+from kvpager._runtime.scheduling.options import GenerationOptions
+from kvpager._runtime.scheduling.prefill import prefill_all
+from kvpager._runtime.scheduling.score import Score, score_tokens
+from kvpager._runtime.scheduling.stream import GeneratedToken, Generation, seeds_of
+from kvpager._runtime.snapshots.freezing import check_store
+from kvpager._runtime.snapshots.restoring import restore_transcript
+from kvpager._runtime.snapshots.saving import Saves
+from kvpager._runtime.text.tokenizer import Tokenizer
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.arguments import Integer, as_flag, as_integer, is_one_of, listed, refusal
+from kvpager._support.notebook import card
+from kvpager._support.salts import StretchedSalt, salt_digest
+from kvpager._support.tokens import TextOrIds, as_prompts
 from kvpager.config import PagerConfig, PagerOptions
 from kvpager.drafts.drafting import draft_stats
 from kvpager.drafts.model import DraftModel, open_draft
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.core import EngineCore
-from kvpager.hf import RowCounts, RowProof
-from kvpager.layout import Layout
-from kvpager.opening.choices import configuration, vocab_size
-from kvpager.opening.compression import compressed_bytes
-from kvpager.opening.identity import open_core
-from kvpager.opening.renewal import begin_anew, identify_again
 from kvpager.pager import Pager, Sequence
+from kvpager.pager.device import torch_device
 from kvpager.plan import PoolChoice
 from kvpager.progress import Progress, check_progress, reporting_work
-from kvpager.requests.completion import RequestCompletion
-from kvpager.requests.request import Job, OnToken
+from kvpager.requests.request import OnToken, Request, RequestCompletion
 from kvpager.requests.scheduler import Scheduler
 from kvpager.requests.streams import AsyncScheduler
-from kvpager.salts import Tenant, salt_digest
 from kvpager.sampling import seed_after
-from kvpager.scheduling.decode import TokenIterator, begin_streams
-from kvpager.scheduling.options import GenerationOptions
-from kvpager.scheduling.prefill import prefill_all
-from kvpager.scheduling.score import Score, score_tokens
-from kvpager.scheduling.stream import GeneratedToken, Generation, seeds_of
 from kvpager.segments import RepairPolicy
 from kvpager.segments.assemble import assemble
 from kvpager.segments.segment import Segment
 from kvpager.segments.shelf import Segments
 from kvpager.session import Session, require_own
-from kvpager.snapshots.freezing import check_store
-from kvpager.snapshots.restoring import restore_transcript
-from kvpager.snapshots.saving import Saves
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SnapshotStore, StoreEntry
-from kvpager.stores.belonging import is_under
-from kvpager.text.tokenizer import Tokenizer
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TextOrIds, as_prompts
+from kvpager.stores.origin import is_under
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
@@ -91,16 +94,16 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         config: PagerConfig | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         salt: str = "",
         store: SnapshotStore | None = None,
         threads: Integer | None = None,
-        draft: DraftModel | Any = None,
+        draft: DraftModel | torch.nn.Module | None = None,
         progress: Progress = None,
-        verify: bool = False,
+        verify: Callable[[Engine], object] | None = None,
         **options: Unpack[PagerOptions],
     ) -> None:
         """Checks the model on rows of made-up tokens, and hashes its weights.
@@ -126,8 +129,9 @@ class Engine:
                 has a pager of its own.
             progress: of hashing the weights: True for a bar on stderr, or a callable (bytes done,
                 bytes in all).
-            verify: compare decoding, packing, speculation and reuse with a cold run, bit by bit,
-                before anything else; a second for a small model. See `kvpager.verify`.
+            verify: a check to pass before anything else, such as `kvpager.verify.verify_engine`,
+                which compares decoding, packing, speculation and reuse with a cold run, bit by
+                bit, in a second for a small model.
             **options: of `PagerConfig`, whose help explains each.
 
         Raises:
@@ -138,6 +142,10 @@ class Engine:
             DeviceError: the model's device cannot be used; says what was found.
         """
         check_store(store)
+        if verify is not None and not callable(verify):
+            raise refusal(
+                "verify", verify, "a check, such as kvpager.verify.verify_engine, or None"
+            )
         text = None if tokenizer is None else Tokenizer(tokenizer, vocab_size(model))
         threads_before = torch.get_num_threads()
         core = open_core(
@@ -146,9 +154,9 @@ class Engine:
             salt=salt,
             store=store,
             threads=threads,
+            tokenizer=text,
             progress=progress,
         )
-        core.tokenizer = text
         try:
             if draft is not None:
                 core.drafter = open_draft(draft, core)
@@ -157,14 +165,71 @@ class Engine:
             torch.set_num_threads(threads_before)
             raise
         self._serve(core)
-        if verify:
-            self._verify()
+        if verify is not None:
+            self._verify(verify)
         _log.info(
             "%s: forwards of %s rows, pool of %d chunks of %d tokens",
             type(core.model).__name__,
-            core.row_counts.describe(),
+            core.facts.row_counts.describe(),
             core.config.pool_blocks,
             core.config.chunk_tokens,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str],
+        config: PagerConfig | None = None,
+        *,
+        dtype: str = "auto",
+        local_files_only: bool = False,
+        salt: str = "",
+        store: SnapshotStore | None = None,
+        threads: Integer | None = None,
+        draft: DraftModel | torch.nn.Module | None = None,
+        progress: Progress = None,
+        verify: Callable[[Engine], object] | None = None,
+        **options: Unpack[PagerOptions],
+    ) -> Engine:
+        """Loads a model and its tokenizer, and makes an engine of them.
+
+        Example:
+            >>> engine = Engine.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+        Args:
+            source: a name on the Hugging Face hub, a folder, or a GGUF file that transformers reads
+                (`pip install 'kvpager[gguf]'`), whose weights are unpacked to `dtype`.
+            config: as for `Engine`; the model goes to its `device`.
+            dtype: of the weights: "float32", "bfloat16" or "float16"; "auto": the dtype of the
+                checkpoint, and bfloat16 for a GGUF file.
+            local_files_only: download nothing.
+            salt: as for `Engine`, like all that follow.
+            store: where a prefill looks for the beginning of its prompt.
+            threads: of torch.
+            draft: a model that guesses tokens.
+            progress: of hashing the weights.
+            verify: a check to pass.
+            **options: of `PagerConfig`.
+
+        Raises:
+            InvalidArgumentError: there is no such model, or transformers cannot load it.
+            VerificationError, UnsupportedModelError, CapacityError, DeviceError: as for `Engine`.
+        """
+        if not is_one_of(dtype, pretrained.DTYPES):
+            raise refusal("dtype", dtype, " or ".join(map(repr, pretrained.DTYPES)))
+        chosen, download = configuration(config, options), not local_files_only
+        place = torch_device(chosen.device) if chosen.device.startswith("cuda") else "cpu"
+        model = pretrained.load_model(source, dtype, download=download).to(place)
+        return cls(
+            model,
+            chosen,
+            tokenizer=pretrained.load_tokenizer(source, download=download),
+            salt=salt,
+            store=store,
+            threads=threads,
+            draft=draft,
+            progress=progress,
+            verify=verify,
         )
 
     _is_draft = False  # of another engine, which closes it
@@ -176,14 +241,17 @@ class Engine:
         self._schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The transformers model."""
-        return self.core.model
+        model: PreTrainedModel = self.core.model
+        return model
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer it was given, or None."""
-        return None if self.core.tokenizer is None else self.core.tokenizer.wrapped
+        text = self.core.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = None if text is None else text.wrapped
+        return tokenizer
 
     @property
     def config(self) -> PagerConfig:
@@ -193,12 +261,12 @@ class Engine:
     @property
     def plan(self) -> PoolChoice | None:
         """The pool size chosen for `pool_tokens="auto"`, and why; None if a number was given."""
-        return self.core.plan
+        return self.core.facts.plan
 
     @property
     def salt(self) -> str:
         """Separates its chunks and snapshots from those of other salts."""
-        return self.core.salt
+        return self.core.tenant.salt
 
     @property
     def store(self) -> SnapshotStore | None:
@@ -213,17 +281,17 @@ class Engine:
     @property
     def layout(self) -> Layout:
         """Layers, heads and dtypes of the K/V."""
-        return self.core.layout
+        return self.core.facts.layout
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids the model accepts."""
-        return self.core.vocab_size
+        return self.core.facts.vocab_size
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """What the bits depend on; see `kvpager.fingerprint`. `salt` is the digest of its own."""
-        return {**self.core.fingerprint, "salt": salt_digest(self.core.namespace)}
+        """The fields that the bits depend on; `salt` is the digest of its own."""
+        return {**self.core.facts.fingerprint, "salt": salt_digest(self.core.tenant.namespace)}
 
     @property
     def rows(self) -> int:
@@ -233,12 +301,12 @@ class Engine:
     @property
     def row_counts(self) -> RowCounts:
         """The row counts that forwards may have."""
-        return self.core.row_counts
+        return self.core.facts.row_counts
 
     @property
     def row_proof(self) -> RowProof | None:
         """How they were proven; None for a model with recurrent layers."""
-        return self.core.row_proof
+        return self.core.facts.row_proof
 
     @cached_property
     def draft(self) -> Engine | None:
@@ -308,8 +376,8 @@ class Engine:
             name_or_path: the snapshot's name in `store`; without one, the path of a file.
             store: the store it was saved to.
             on_mismatch: "refuse"; "approximate" to accept another value of the waivable fields of
-                `kvpager.fingerprint.RULES` (releases, processor, threads ...), with results that
-                may differ in their last bits and are never shared as exact; or "convert" to accept
+                fingerprint (docs/exactness.md: releases, processor ...), with results that may
+                differ in their last bits and are never shared as exact; or "convert" to accept
                 K/V of another dtype too, which are read and rounded to this engine's now, into a
                 temporary file. Another model, shape, RoPE, selection, row or chunk count, or salt
                 is always refused.
@@ -445,8 +513,8 @@ class Engine:
         *,
         seed: Integer | Iterable[Integer] | None = None,
         logprobs: bool = False,
-        **options: Any,
-    ) -> Iterator[tuple[Session, Any]]:
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[tuple[Session, int | GeneratedToken]]:
         """`Session.generate` for several sessions at once; yields (session, token) as they come.
 
         Each session's tokens are those it would produce alone.
@@ -501,9 +569,10 @@ class Engine:
             max_new_tokens: as for `Session.generate`.
             n: completions of each prompt, which share its chunks; a prompt's stand together in the
                 results. Those of a session come from forks of it, but for the first.
-            seed: likewise, one for all or one each; by default a given session's as in `generate`,
-                and a fresh one for every other prompt. The second completion of a prompt has a seed
-                that follows from that of the first, and so on. `Completion.seed` is the seed used.
+            seed: of sampling, one for all or one each; by default a given session's as in
+                `Session.generate`, and a fresh one for every other prompt. The second completion of
+                a prompt has a seed that follows from that of the first, and so on.
+                `Completion.seed` is the seed used.
             logprobs: whether completions have log-probabilities.
             max_sessions: most prompts that run at once; by default one per row of a forward.
             keep_sessions: keep the sessions made for prompts open, in the completions.
@@ -530,14 +599,14 @@ class Engine:
             seeds = seeds_of(seed, [0] * len(given))
         scheduler = self.scheduler(max_sessions)
         generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
-        jobs: list[Job] = []
+        requests: list[Request] = []
         with ExitStack() as forks:
             for i, (prompt, its_seed) in enumerate(zip(given, seeds)):
                 for choice in range(choices):
                     own = prompt
                     if choice and isinstance(prompt, Session):
                         own = forks.enter_context(prompt.fork())
-                    job = scheduler.queue(
+                    request = scheduler.queue(
                         own,
                         generation,
                         its_seed,
@@ -546,8 +615,8 @@ class Engine:
                         name=f"prompts[{i}]",
                         among_others=True,
                     )
-                    jobs.append(job)
-                    its_seed = seed_after(job.seed)
+                    requests.append(request)
+                    its_seed = seed_after(request.seed)
             try:
                 with scheduler, reporting_work(progress, "run") as report:
                     report(*scheduler.work)
@@ -555,12 +624,12 @@ class Engine:
                         scheduler.step_if_open()
                         report(*scheduler.work)
             except BaseException:
-                for job in jobs:
-                    job.discard()
+                for request in requests:
+                    request.discard()
                 raise
             if keep_sessions:
                 forks.pop_all()
-        done = [job.completion for job in jobs if job.completion is not None]
+        done = [each.completion for each in requests if each.completion is not None]
         if choices == 1:
             return done
         return [
@@ -601,20 +670,84 @@ class Engine:
         return AsyncScheduler(scheduler, has_text=self.tokenizer is not None)
 
     def score(
-        self, ids: TextOrIds, *, top_logprobs: Integer = 0, progress: Progress = None
+        self,
+        ids: TextOrIds,
+        *,
+        top_logprobs: Integer = 0,
+        temperature: float = 1.0,
+        progress: Progress = None,
     ) -> Score:
         """Log-probabilities of given tokens, teacher-forced in a sequence of its own.
 
         Args:
             ids: [n] or [1, n], n >= 2.
             top_logprobs: how many of the most likely tokens to list at each place, 0 to 20.
+            temperature: divides the logits.
             progress: as for `Session.prefill`.
 
         Raises:
             InvalidArgumentError, CapacityError: as for `Session.prefill`.
         """
         self.core.check_open()
-        return score_tokens(self.core, self.core.read_ids(ids), progress, top_logprobs)
+        return score_tokens(self.core, self.core.read_ids(ids), progress, top_logprobs, temperature)
+
+    def logprobs(
+        self,
+        texts: Iterable[Any],
+        masks: Iterable[Any] | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top_logprobs: Integer = 0,
+        grad: bool = True,
+        progress: Progress = None,
+    ) -> list[TextLogprobs]:
+        """Log-probabilities of given texts with the bits of a rollout, attached to autograd.
+
+        The forwards are those of `run` and `score`, with autograd recorded: so the ratio of a
+        policy to itself is 1 in every bit, and gradients flow to all parameters of the model that
+        require them. What several texts begin with is computed once, forward and backward, as the
+        prompt of a group of completions. Texts may be longer than the pool.
+
+            pairs = [(prompt, completion.tokens) for completion in completions]
+            for new, old in zip(engine.logprobs(pairs), completions):
+                ratio = (new.logprobs - torch.from_numpy(old.logprobs)).exp()  # 1, every bit
+
+        The model may be in training mode, without dropout. After an optimiser's step call
+        `weights_changed`.
+
+        Args:
+            texts: of each a pair (prompt, completion), of whose completion all tokens count; or a
+                whole text [n]. Token ids, or text if the engine has a tokenizer.
+            masks: which tokens of each whole text count, [n] bool, False at 0; None: all but the
+                first.
+            temperature: divides the logits.
+            entropy: whether the entropy of each distribution is computed too.
+            top_logprobs: how many of the most likely tokens to list at each place, 0 to 20.
+            grad: False: values alone, as for a reference policy.
+            progress: as for `Session.prefill`.
+
+        Returns:
+            One for each text.
+
+        Raises:
+            InvalidArgumentError: a text, a mask or an option is not as it should be, gradients are
+                off here, or no parameter requires one.
+            UnsupportedModelError: the model has recurrent layers, dropout, or checkpoints that
+                record no graph; or it computes other bits where autograd records it.
+            CapacityError: the pager has no room for a text.
+        """
+        self.core.check_open()
+        return logprobs_of(
+            self.core,
+            texts,
+            masks,
+            temperature=temperature,
+            entropy=entropy,
+            top_logprobs=top_logprobs,
+            grad=grad,
+            progress=progress,
+        )
 
     def snapshots(
         self, store: SnapshotStore | None = None, *, salt: str | None = None
@@ -626,7 +759,7 @@ class Engine:
 
         Args:
             store: by default the engine's.
-            salt: likewise.
+            salt: by default the engine's.
 
         Raises:
             InvalidArgumentError: there is no store.
@@ -660,7 +793,7 @@ class Engine:
             UnsupportedModelError: the changed model cannot keep the promise; the engine is
                 unchanged.
             InvalidArgumentError: its vocabulary differs from the draft's now, or a session has a
-                token that it lacks now; likewise.
+                token that it lacks now; the engine is unchanged.
             CapacityError: there is not enough memory any more; the engine is closed.
         """
         core = self.core
@@ -669,9 +802,9 @@ class Engine:
         found = False
         try:
             with core.turns:  # between forwards
-                identify_again(core, progress)
+                facts = prove_again(core, progress)
                 found = True
-                begin_anew(core)
+                core.renew(facts)
         except BaseException:
             if found:  # the sessions' K/V are gone
                 self.close()
@@ -687,7 +820,7 @@ class Engine:
             "model_rows": runner.rows,
             "model_rows_used": runner.rows_used,
             "graph_replays": 0 if runner.graphs is None else runner.graphs.replays,
-            "compressed_weight_bytes": compressed_bytes(core),
+            "compressed_weight_bytes": compressed_bytes(core.facts.linear),
             "speculation_forwards": speculation.forwards,
             "speculation_proposed": speculation.proposed,
             "speculation_accepted": speculation.accepted,
@@ -696,7 +829,7 @@ class Engine:
             "seconds_head": runner.head_seconds,
             **asdict(core.transcripts.trims),
             **draft_stats(core.drafter),
-            **({} if core.recurrence is None else core.checkpoints.stats()),
+            **({} if core.facts.recurrence is None else core.checkpoints.stats()),
         }
 
     @property
@@ -731,15 +864,32 @@ class Engine:
         ends = [partial(scheduler.end, "closed") for scheduler in list(self._schedulers)]
         core.close(*ends, self.segments.forget)
 
+    def __repr__(self) -> str:
+        if self.core.closed:
+            return "Engine(closed)"
+        name = type(self.model).__name__
+        return f"Engine({name}, pool_tokens={self.config.pool_tokens}, rows={self.rows})"
+
+    def _repr_html_(self) -> str:
+        """The model, the pool and what was done, for notebooks."""
+        if self.core.closed:
+            return card(repr(self), ())
+        stats, layout = self.stats(), self.layout
+        selection = str(self.fingerprint["selection"])
+        facts = [
+            ("model", f"{type(self.model).__name__}, {self.fingerprint['model_dtype']}"),
+            ("K/V", f"{layout.layers} layers x {layout.kv_heads} kv heads, {layout.k_dtype}"),
+            ("attention", selection),
+            ("pool", self.plan or f"{self.config.pool_tokens:,} tokens"),
+            ("rows of a forward", f"{self.rows:,}, exact: {self.config.exact}"),
+            ("forwards", f"{stats['model_forwards']:,}"),
+        ]
+        return card("Engine", facts)
+
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _session_in(
@@ -748,16 +898,15 @@ class Engine:
         """An empty session of a stretched salt, with a store; None: the engine's."""
         return self._session_of(self.core.transcript(namespace, store))
 
-    def _tenant(self, salt: str | None) -> Tenant:
-        return self.core.tenant if salt is None else Tenant.of(salt)
+    def _tenant(self, salt: str | None) -> StretchedSalt:
+        return self.core.tenant if salt is None else StretchedSalt.of(salt)
 
     def _session_of(self, transcript: Transcript) -> Session:
         return Session(self.core, transcript, self._saves)
 
-    def _verify(self) -> None:
-        start = importlib.import_module("kvpager.verify.start")  # of a room above this one
+    def _verify(self, check: Callable[[Engine], object]) -> None:
         try:
-            start.verify_engine(self)
+            check(self)
             self.core.pager.reset()  # drops the chunks of the verification
             self.core.checkpoints.clear()
             self.core.make_runner()

@@ -7,39 +7,42 @@ Masks come from llguidance (https://github.com/guidance-ai/llguidance), which is
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvpager.arguments import listed, refusal
+from kvpager._runtime.logits.processors import Logits
+from kvpager._runtime.text.tokenizer import Tokenizer
+from kvpager._runtime.text.tool_formats import JSON_SPACING
+from kvpager._support.arguments import listed, refusal, require_unicode
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import InvalidArgumentError
-from kvpager.logits.processors import Logits
-from kvpager.text.tokenizer import Tokenizer
-from kvpager.text.tool_formats import JSON_SPACING
-from kvpager.tokens import TokenIds
-from kvpager.unicode import require_unicode
 
 _MOST_COMPILED = 64  # grammars that are kept for each tokenizer
+_MOST_ITEMS = 10_000  # that a parser is at; each optional property of an object is four
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text may be. Made by the class methods; for the option `grammar` of a generation.
+    """The texts that may be generated, as the option `grammar`; made by the class methods.
 
     A token is forbidden (its logit is -inf) if no text of the grammar could begin with the text and
     that token. End tokens are allowed where the text is complete. Bias, penalties and processors
     come before it, the temperature after it.
 
     Attributes:
-        source: as llguidance reads it, JSON text.
+        source: as llguidance reads it: JSON text, or Lark.
+        name: of the option, as errors have it.
     """
 
     source: str
+    name: str = field(default="grammar", compare=False)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
@@ -93,6 +96,33 @@ class Grammar:
         return cls._checked(_library().LLMatcher.grammar_from_lark(text))
 
     @classmethod
+    def gbnf(cls, text: str) -> Grammar:
+        """Text of a grammar in llama.cpp's GBNF, of its rule `root`; Lark is taken as well."""
+        if not isinstance(text, str):
+            raise refusal("text", text, "text")
+        require_unicode(text, "text")
+        _library()
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return cls.lark(any_to_lark(text))
+        except InvalidArgumentError:
+            raise
+        except Exception as error:  # of a library that has no type of its own for them
+            raise _refused(f"it is no GBNF: {error}") from error
+
+    @classmethod
+    def either(cls, first: Grammar, second: Grammar) -> Grammar:
+        """Text of one grammar or of another; errors have the name of the first."""
+        parts = [{**_part(one.source), "name": name} for one, name in ((first, "a"), (second, "b"))]
+        source = {"grammars": [{"lark_grammar": "start: @a | @b"}, *parts]}
+        return cls(json.dumps(source), first.name)
+
+    def refused(self, error: BaseException) -> bool:
+        """Whether an error of a generation is that this grammar cannot be followed."""
+        return isinstance(error, InvalidArgumentError) and str(error).startswith(f"{self.name}: ")
+
+    @classmethod
     def _checked(cls, source: str) -> Grammar:
         wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(source)
         if wrong:
@@ -103,14 +133,16 @@ class Grammar:
 class Constraint:
     """A grammar over one generation's tokens. It follows the text, forwards and back."""
 
-    def __init__(self, fresh: Callable[[], Any], start: int, *, has_end: bool) -> None:
+    def __init__(self, name: str, fresh: Callable[[], Any], start: int, *, has_end: bool) -> None:
         """Begins with no tokens.
 
         Args:
+            name: of the grammar.
             fresh: makes a matcher of llguidance, at the beginning of the text.
             start: position of the first token.
             has_end: whether an end token ends the generation.
         """
+        self._name = name
         self._fresh = fresh
         self._matcher = fresh()
         self._start = start
@@ -137,19 +169,19 @@ class Constraint:
         return bool(self._asked(list(produced), lambda: self._matcher.is_stopped()))
 
     def _asked(self, tokens: list[int], ask: Callable[[], Any]) -> Any:
-        """What `ask` says of the matcher behind these tokens.
+        """Returns `ask()` once the matcher has followed these tokens.
 
         Matchers of one grammar share what their lexer has built, whose size is limited; one that
         has failed allows nothing but the end. Then a new one follows the text again.
         """
         for _ in range(2):
             self._follow(tokens)
-            told = ask()
+            result = ask()
             if not self._matcher.is_error():
-                return told
+                return result
             why = self._matcher.get_error()
             self._matcher, self._consumed = self._fresh(), []
-        raise _refused(why)
+        raise _refused(why, self._name)
 
     def _follow(self, wanted: list[int]) -> None:
         common = 0
@@ -196,7 +228,10 @@ class Compiler:
         self._matcher(grammar)
 
     def constraint(self, grammar: Grammar, start: int) -> Constraint:
-        """For a generation whose first token is at position `start`. Errors: as `check`."""
+        """Makes the constraint of a generation whose first token is at position `start`.
+
+        Errors: as `check`.
+        """
         given = self._matcher(grammar).deep_copy()
 
         def fresh() -> Any:
@@ -204,7 +239,7 @@ class Compiler:
             first, given = given, None
             return self._compile(grammar).deep_copy() if first is None else first
 
-        return Constraint(fresh, start, has_end=self._has_end)
+        return Constraint(grammar.name, fresh, start, has_end=self._has_end)
 
     def _matcher(self, grammar: Grammar) -> Any:
         with self._lock:
@@ -215,9 +250,25 @@ class Compiler:
 
     def _compile(self, grammar: Grammar) -> Any:
         """A new matcher, which is kept in the place of an older one."""
-        matcher = _library().LLMatcher(self._tokens, grammar.source, log_level=0)
-        if matcher.is_error():
-            raise _refused(matcher.get_error())
+        library = _library()
+        limits = library.LLParserLimits(max_items_in_row=_MOST_ITEMS, verbose_errors=False)
+
+        def new() -> Any:
+            return library.LLMatcher(self._tokens, grammar.source, log_level=0, limits=limits)
+
+        matcher = new()
+        begun = matcher.deep_copy()
+        for step in range(2):  # some limits of the parser are met behind the first token
+            mask = np.frombuffer(begun.compute_bitmask(), dtype=np.uint8)
+            if begun.is_error():
+                if step and "lexer error" in begun.get_error():  # full on this path, not on each
+                    matcher = new()
+                    break
+                raise _refused(begun.get_error(), grammar.name)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if begun.is_stopped() or not len(allowed):
+                break
+            begun.consume_token(int(allowed[0]))
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > _MOST_COMPILED:
@@ -250,5 +301,14 @@ def _library() -> Any:
     return llguidance
 
 
-def _refused(message: str) -> InvalidArgumentError:
-    return InvalidArgumentError("grammar: " + " ".join(message.split())[:500])
+def _part(source: str) -> dict[str, Any]:
+    """A grammar's source as one of several in a common one."""
+    if not source.startswith("{"):
+        return {"lark_grammar": source}
+    (part,) = json.loads(source)["grammars"]
+    return {key: value for key, value in part.items() if value is not None}
+
+
+def _refused(message: str, name: str = "grammar") -> InvalidArgumentError:
+    plain = re.split("<(?:non-verbose|backtrace|state)", message)[0]  # what is for its authors
+    return InvalidArgumentError(f"{name}: " + " ".join(plain.split())[:500])

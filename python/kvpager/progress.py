@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from kvpager.arguments import refusal, takes
+from kvpager._support.arguments import refusal, takes
 
 Progress: TypeAlias = Callable[[int, int], object] | bool | None
 
@@ -59,18 +59,16 @@ def _reporting(
 
 @contextmanager
 def _bar(label: str, *, in_bytes: bool) -> Iterator[Callable[[int, int], object]]:
-    from rich.console import Console  # a bar is rare, and importing rich is not free
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as RichProgress
+    from tqdm.auto import tqdm  # in a notebook a widget, where ipywidgets is installed
 
-    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    amount: dict[str, Any] = {"unit": ""}
+    if in_bytes:
+        amount = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(desc=label, **amount) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
+        bar.refresh()

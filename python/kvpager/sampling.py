@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpager.arguments import is_integer, is_number, refusal
+from kvpager._runtime.logits import adjustments
+from kvpager._runtime.logits.arguments import as_biases, as_ids, plain
+from kvpager._runtime.logits.processors import Logits, Process, Processors, TokenIds
+from kvpager._support.arguments import is_integer, is_number, refusal
 from kvpager.errors import InvalidArgumentError, NonFiniteError
-from kvpager.logits import adjustments
-from kvpager.logits.arguments import as_biases, as_ids, plain
-from kvpager.logits.processors import Logits, Process, Processors, TokenIds
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]  # (token id, log-probability)
 
@@ -301,11 +301,6 @@ def choose_after(
     return processors.choose(text, lambda process: sampling.choose(logits, position, text, process))
 
 
-def check_logits(logits: torch.Tensor, position: int) -> None:
-    """Raises NonFiniteError unless logits [vocab] define a distribution."""
-    _require_finite(float(logits.max()), position)  # a NaN is the largest of all
-
-
 def _require_finite(largest: float, position: int, whose: str = "") -> None:
     """Raises NonFiniteError unless `largest`, the largest logit or the first NaN, is finite.
 
@@ -317,25 +312,60 @@ def _require_finite(largest: float, position: int, whose: str = "") -> None:
         )
 
 
-def log_probability(logits: torch.Tensor, token: int) -> float:
-    """Log-probability of a token under logits [vocab], in float64 and in one fixed order."""
-    values: Logits = logits.to(torch.float64).numpy()
-    top = float(values.max())
-    return float(values[token]) - top - math.log(float(np.exp(values - top).sum()))
+class Distribution:
+    """The distribution that logits [vocab] define, in float64 and in one fixed order."""
+
+    def __init__(self, logits: torch.Tensor, temperature: float = 1.0) -> None:
+        """`temperature`: divides the logits."""
+        self._logits: Logits = logits.to(torch.float64).numpy()
+        if temperature != 1:
+            self._logits = self._logits / temperature
+        self._largest = float(self._logits.max())
+
+    @cached_property
+    def _weights(self) -> Logits:
+        return np.exp(self._logits - self._largest)
+
+    @cached_property
+    def _total(self) -> float:
+        return float(self._weights.sum())
+
+    def check(self, position: int) -> None:
+        """Raises NonFiniteError unless it is one."""
+        _require_finite(self._largest, position)
+
+    def log_probability(self, token: int) -> float:
+        """Returns the log-probability of a token."""
+        return float(self._logits[token]) - self._largest - math.log(self._total)
+
+    def entropy(self) -> float:
+        """Returns the entropy in nats."""
+        below = np.maximum(self._logits - self._largest, -_LARGEST)  # a forbidden token adds 0
+        return math.log(self._total) - float((self._weights * below).sum()) / self._total
+
+    def top(self, count: int) -> Alternatives:
+        """The `count` most likely tokens, as (id, log-probability).
+
+        Log-probabilities are float32, bit for bit those of `log_probability` after rounding; in
+        descending order, equal ones by ascending id. Fewer than `count` if the vocabulary is
+        smaller.
+        """
+        exact: Logits = self._logits - self._largest - math.log(self._total)
+        rounded = exact.astype(np.float32)
+        count = min(count, len(rounded))
+        least = np.partition(rounded, -count)[-count]
+        ids = np.flatnonzero(rounded >= least)
+        ids = ids[np.argsort(-rounded[ids], kind="stable")][:count]
+        return tuple(zip(ids.tolist(), rounded[ids].tolist()))
 
 
-def top_log_probabilities(logits: torch.Tensor, count: int) -> Alternatives:
-    """The `count` most likely tokens under logits [vocab], as (id, log-probability).
+def log_probability(logits: torch.Tensor, token: int, temperature: float = 1.0) -> float:
+    """Log-probability of a token; see `Distribution`."""
+    return Distribution(logits, temperature).log_probability(token)
 
-    Log-probabilities are float32, bit for bit those of `log_probability` after rounding; in
-    descending order, equal ones by ascending id. Fewer than `count` if the vocabulary is smaller.
-    """
-    values: Logits = logits.to(torch.float64).numpy()
-    top = float(values.max())
-    exact: Logits = values - top - math.log(float(np.exp(values - top).sum()))
-    rounded = exact.astype(np.float32)
-    count = min(count, len(rounded))
-    least = np.partition(rounded, -count)[-count]
-    ids = np.flatnonzero(rounded >= least)
-    ids = ids[np.argsort(-rounded[ids], kind="stable")][:count]
-    return tuple(zip(ids.tolist(), rounded[ids].tolist()))
+
+def top_log_probabilities(
+    logits: torch.Tensor, count: int, temperature: float = 1.0
+) -> Alternatives:
+    """The most likely tokens; see `Distribution.top`."""
+    return Distribution(logits, temperature).top(count)

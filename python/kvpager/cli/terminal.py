@@ -8,13 +8,15 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.progress import ProgressColumn
     from rich.table import Table
 
     from kvpager.stores.base import ProgressCallback
@@ -32,32 +34,41 @@ class Look:
     colour: bool
     unicode: bool
 
-    def field(self, name: str, value: object, *, wide: int, indent: str = "") -> str:
-        """A line that names a value; a long one goes on below, in its own column."""
-        return textwrap.fill(
-            str(value) or '""',
-            width=max(self.width, _LEAST_WIDTH),
-            initial_indent=f"{indent}{name:<{wide}} ",
-            subsequent_indent=" " * (len(indent) + wide + 1),
-            break_on_hyphens=False,
-            break_long_words=False,  # paths and digests are there to be copied
-        )
+    def fields(
+        self, facts: Iterable[tuple[str, object]], wide: int, indent: str = ""
+    ) -> Iterator[str]:
+        """A line for each name and value; a long value goes on below, in its own column."""
+        for name, value in facts:
+            yield textwrap.fill(
+                str(value) or '""',
+                width=max(self.width, _LEAST_WIDTH),
+                initial_indent=f"{indent}{name:<{wide}} ",
+                subsequent_indent=" " * (len(indent) + wide + 1),
+                break_on_hyphens=False,
+                break_long_words=False,  # paths and digests are there to be copied
+            )
 
-    def table(self, title: str) -> Table:
-        """An empty table in the one style of this command line."""
+    def table(self, title: str, *columns: str) -> Table:
+        """An empty table in the style of this command line; ">tokens" is a column of numbers."""
         from rich import box
         from rich.table import Table
 
-        return Table(
+        table = Table(
             title=title,
             title_justify="left",
             box=box.SIMPLE_HEAD if self.unicode else box.ASCII2,
             pad_edge=False,
             collapse_padding=True,
         )
+        for name in columns:
+            if name.startswith(">"):
+                table.add_column(name[1:], justify="right", no_wrap=True)
+            else:
+                table.add_column(name, overflow="fold")
+        return table
 
-    def render(self, *parts: RenderableType) -> str:
-        """The parts as text, one below the other."""
+    def render(self, *parts: RenderableType) -> Iterator[str]:
+        """Lines of the parts, one part below the other."""
         from rich.console import Console
 
         file = io.StringIO()
@@ -72,7 +83,7 @@ class Look:
         )
         for part in parts:
             console.print(part)
-        return "".join(line.rstrip() + "\n" for line in file.getvalue().splitlines())
+        return (line.rstrip() for line in file.getvalue().splitlines())
 
 
 def look(args: argparse.Namespace) -> Look:
@@ -87,37 +98,39 @@ def look(args: argparse.Namespace) -> Look:
     )
 
 
+def shows_progress(args: argparse.Namespace) -> bool:
+    """Whether progress bars are wanted and stderr is a terminal."""
+    return not args.quiet and sys.stderr.isatty()
+
+
 @contextmanager
-def byte_progress(args: argparse.Namespace, label: str) -> Iterator[ProgressCallback | None]:
-    """A callable (bytes done, bytes in all) that draws a bar, or None if no one would see it."""
-    if args.quiet or not sys.stderr.isatty():
+def bar(label: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A bar on stderr with these columns after it; the callable is rich's `Progress.update`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    first = TextColumn("{task.description}"), BarColumn()
+    with Progress(*first, *columns, console=Console(stderr=True), transient=True) as shown:
+        yield partial(shown.update, shown.add_task(label, total=None))
+
+
+@contextmanager
+def work_progress(
+    args: argparse.Namespace, label: str, *, in_bytes: bool = True
+) -> Iterator[ProgressCallback | None]:
+    """A callable (done, in all) that draws a bar, or None if no one would see it."""
+    if not shows_progress(args):
         yield None
         return
-    from rich.console import Console
     from rich.progress import (
-        BarColumn,
         DownloadColumn,
-        Progress,
-        TextColumn,
+        MofNCompleteColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(
-        *columns,
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def shifted(progress: ProgressCallback | None, before: int, total: int) -> ProgressCallback | None:
-    """For one part of several: `before` bytes were done by earlier parts, of `total` in all."""
-    if progress is None:
-        return None
-    call = progress
-    return lambda done, _: call(before + done, total)
+    amount: list[ProgressColumn] = [MofNCompleteColumn()]
+    if in_bytes:
+        amount = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    with bar(label, *amount, TimeRemainingColumn()) as update:
+        yield lambda done, total: update(completed=done, total=total)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpager.cli.failure import IMPOSSIBLE, ImpossibleError, or_impossible
+from kvpager.cli.failure import DIFFERENT, IMPOSSIBLE, ImpossibleError, or_impossible
 from kvpager.cli.models import given_model, load_model, load_tokenizer
 from kvpager.cli.options import (
     add_model_options,
@@ -18,10 +18,10 @@ from kvpager.cli.options import (
     prompt_ids,
     read_prompt,
 )
-from kvpager.cli.output import emit_result, note, shows_progress
+from kvpager.cli.output import emit_result, note
 from kvpager.cli.pager_options import add_pager_options, pager_config
-from kvpager.cli.parser import Parser
-from kvpager.cli.terminal import Look, look
+from kvpager.cli.parser import Commands, option
+from kvpager.cli.terminal import bar, shows_progress
 
 if TYPE_CHECKING:
     from kvpager.config import PagerConfig
@@ -29,39 +29,38 @@ if TYPE_CHECKING:
     from kvpager.verify.run import OnRelation
     from kvpager.verify.subject import Subject
 
-_DEFAULTS = {"pool_tokens": 2048, "host_bytes": "1GiB"}
 
-
-def add(commands: Any, common: Parser) -> None:
+def add(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
+    parser = commands.add(
         "verify",
-        parents=[common],
-        help="compare every way to the same tokens, bit by bit, on this model and machine",
-        description="Runs a model in every way that is promised to give the same bits (reused, "
-        "decoded, packed, speculated, forked, trimmed, paged, restored and re-scored in fresh "
-        "processes) and compares K/V, logits and log-probabilities bit by bit with a cold run. "
-        "About a minute for a small model.",
+        run,
+        "compare every way to the same tokens, bit by bit, on this model and machine",
+        "Runs a model in every way that is promised to give the same bits (reused, decoded, "
+        "packed, speculated, forked, trimmed, paged, restored and re-scored in fresh processes) "
+        "and compares K/V, logits and log-probabilities bit by bit with a cold run. About a minute "
+        "for a small model.",
         epilog="Exit codes: 0 every bit is the same, 1 some differ, 2 wrong command line, 3 it "
         "could not be told (no such model, a model that is refused, a relation that could not be "
         "run).",
     )
     add_model_options(parser, default="the shipped retrieval model")
     group = parser.add_argument_group("verification")
-    group.add_argument(
-        "--experts", metavar="NAME", help="experts implementation, such as batched_mm"
-    )
-    group.add_argument(
-        "--full", action="store_true", help="every length and number of sessions; takes long"
-    )
-    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of made-up prompts")
+    option(group, "--experts NAME", "experts implementation, such as batched_mm")
+    option(group, "--full", "every length and number of sessions; takes long")
+    option(group, "--seed N", "of made-up prompts", type=natural, default=0)
     add_prompt_options(parser, "One of these, in the place of made-up tokens.")
-    add_pager_options(parser, _DEFAULTS, {"pool_tokens": ["--pool"], "host_bytes": ["--host"]})
-    parser.set_defaults(run=run, parser=parser)
+    add_pager_options(parser, {"pool_tokens": 2048, "host_bytes": "1GiB"})
+    parser.show_first(
+        *("--json", "--quiet", "--model", "--dtype", "--threads", "--full", "--experts"),
+        *("--ids", "--pool-tokens", "--chunks", "--kv-dtype"),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    from kvpager.verify.table import parts
+
     config = pager_config(args, auto_pool=False)
     if config.exact is False:
         args.parser.error("--exact false promises nothing, so there is nothing to verify")
@@ -73,14 +72,8 @@ def run(args: argparse.Namespace) -> int:
         ids = prompt_ids(args, prompt, tokenizer)
         report = _verify(args, config, model, path, [] if ids is None else [ids])
     values = {"command": "verify", "model": str(path), **report.to_json()}
-    emit_result(args, values, lambda: _text(look(args), report))
-    return 0 if report.kept else 1 if report.broken else IMPOSSIBLE
-
-
-def _text(shown: Look, report: Report) -> str:
-    from kvpager.verify.table import parts
-
-    return shown.render(*parts(report, shown.table))
+    emit_result(args, values, lambda shown: shown.render(*parts(report, shown.table)))
+    return 0 if report.kept else DIFFERENT if report.broken else IMPOSSIBLE
 
 
 def _load(args: argparse.Namespace, path: Path, device: str) -> Any:
@@ -134,7 +127,7 @@ def _verify(
 def _shapes(subject: Subject) -> list[Any]:
     import torch
 
-    from kvpager.hf.shapes import probe_shapes
+    from kvpager._model.proof.shapes import probe_shapes
 
     others = sorted({1, 2, os.cpu_count() or 1} - {torch.get_num_threads()})
     if subject.model.device.type != "cpu":
@@ -145,26 +138,12 @@ def _shapes(subject: Subject) -> list[Any]:
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[OnRelation]:
     """A bar where stderr is a terminal, otherwise a line for each relation."""
-    if args.quiet:
-        yield None
-        return
     if not shows_progress(args):
         yield lambda name, selection, done, total: note(args, f"{selection}: {name}")
         return
-    with _bar() as update:
-        yield update
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, str, int, int], object]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("verify", total=None)
-        yield lambda name, selection, done, total: bar.update(
-            task, description=f"{selection.partition('(')[0]}: {name}", completed=done, total=total
+    with bar("verify", MofNCompleteColumn(), TimeElapsedColumn()) as update:
+        yield lambda name, selection, done, total: update(
+            description=f"{selection.partition('(')[0]}: {name}", completed=done, total=total
         )

@@ -8,20 +8,18 @@ import weakref
 
 import numpy as np
 
-from kvpager import fingerprint as fingerprints
+from kvpager._model.identity import fingerprint as fingerprints
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.trim import PrimaryCache
+from kvpager._runtime.text.damage import RECOMPUTE, DamageHandling
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.salts import StretchedSalt
+from kvpager._support.tokens import TokenIds
 from kvpager.companions import Cache, NeedsCheckpoint, Ok, Refused, TrimAnswer, TrimCounters
 from kvpager.errors import PagerError
-from kvpager.execution.core import EngineCore
 from kvpager.pager import SnapshotInfo
-from kvpager.salts import Tenant
-from kvpager.snapshots.older import in_todays_terms, salt_of
 from kvpager.stores import SnapshotStore
-from kvpager.stores.companion import CompanionSnapshot
-from kvpager.stores.companions import DRAFT
-from kvpager.text.damage import RECOMPUTE, DamageHandling
-from kvpager.text.primary import PrimaryCache
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds
+from kvpager.stores.companions import DRAFT, CompanionSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class DraftCaches:
         transcript: Transcript,
         snapshot: SnapshotInfo,
         source: SnapshotStore,
-        tenant: Tenant,
+        tenant: StretchedSalt,
     ) -> None:
         """See `DraftCompanion.restore`."""
         self.of(transcript).restore(snapshot, source, tenant)
@@ -208,7 +206,7 @@ class DraftCompanion:
                 session=self.transcript.sequence.session_text({"version": _VERSION}, content),
             )
 
-    def restore(self, snapshot: SnapshotInfo, source: SnapshotStore, tenant: Tenant) -> None:
+    def restore(self, snapshot: SnapshotInfo, source: SnapshotStore, tenant: StretchedSalt) -> None:
         """Replaces its cache by one that `freeze` saved.
 
         Another release or processor may have saved it, because guesses need no equal bits. Damage
@@ -218,18 +216,16 @@ class DraftCompanion:
             PagerError: it cannot be used; nothing was changed.
         """
         core = self._caches.core
-        snapshot = in_todays_terms(core, snapshot, tenant)
         provenance = fingerprints.compare(
-            core.fingerprint,
+            core.facts.fingerprint,
             snapshot.fingerprint,
             on_mismatch="approximate",
             source=snapshot.path,
         )
         with self._caches.lock:
-            salt = salt_of(snapshot, tenant)
-            sequence = core.pager.restore(snapshot, salt=salt, provenance=provenance)
+            sequence = core.pager.restore(snapshot, salt=tenant.namespace, provenance=provenance)
             self.transcript.close()
-            first = len(snapshot.released_tokens) // core.layout.chunk_tokens
+            first = len(snapshot.released_tokens) // core.facts.layout.chunk_tokens
             damage = DamageHandling(RECOMPUTE, source, snapshot.reader, first)
             self.transcript = core.transcripts.adopt(sequence, damage=damage)
             self._sound, self._refused = sequence.length, None

@@ -5,38 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
+from kvpager._runtime.execution.core import Ask, Drafter, EngineCore
+from kvpager._runtime.scheduling.feed import Feed
+from kvpager._runtime.scheduling.packing import advance
+from kvpager._runtime.scheduling.stream import Generation, Stream
+from kvpager._support.tokens import TokenIds
 from kvpager.companions import TrimCounters
 from kvpager.drafts.companion import DraftCaches, DraftCompanion
-from kvpager.errors import (
-    CapacityError,
-    CorruptSnapshotError,
-    ModelChangedError,
-)
-from kvpager.execution.core import Ask, Drafter, EngineCore
-from kvpager.sampling import Sampling
-from kvpager.scheduling.feed import Feed
-from kvpager.scheduling.packing import advance
-from kvpager.scheduling.stream import Stream
-from kvpager.tokens import TokenIds
+from kvpager.errors import CapacityError, CorruptSnapshotError, ModelChangedError
 
 _log = logging.getLogger(__name__)
 
-# Most forwards of the draft, beside those that guess, between two of the target. A companion that
-# is still behind after them makes no guesses this time. With 64 rows, a text of 32,768 tokens is
-# caught up while the target generates one chunk of 64.
+# Most forwards of the draft, not counting those that guess, between two of the target. A companion
+# that is still behind after them makes no guesses this time. With 64 rows, a text of 32,768 tokens
+# is caught up while the target generates one chunk of 64.
 _CATCHING_UP = 8
-
-
-class _Wanted(NamedTuple):
-    """An `Ask`, and the companion that answers it."""
-
-    companion: DraftCompanion
-    text: TokenIds
-    most: int
-    sampling: Sampling
-    eos: frozenset[int]
 
 
 class Drafting(DraftCaches):
@@ -53,7 +37,7 @@ class Drafting(DraftCaches):
         """`trims`: the target's counters, which also count refusals here."""
         super().__init__(core, trims)
         self.guess_cost = guess_cost
-        self.shares_forwards = core.recurrence is None
+        self.shares_forwards = core.facts.recurrence is None
         self._clock = count(1)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -65,15 +49,13 @@ class Drafting(DraftCaches):
         guesses: list[list[int]] = []
         with self.lock:
             for first in range(0, len(asks), self.core.rows):
-                group = []
-                for ask in asks[first : first + self.core.rows]:
-                    companion = self.of(ask.transcript)
-                    companion.used = next(self._clock)
-                    group.append(_Wanted(companion, *ask[1:]))
+                group = asks[first : first + self.core.rows]
+                for ask in group:
+                    self.of(ask.transcript).used = next(self._clock)
                 guesses += self._together(group, group)
         return guesses
 
-    def _together(self, asks: Sequence[_Wanted], group: Sequence[_Wanted]) -> list[list[int]]:
+    def _together(self, asks: Sequence[Ask], group: Sequence[Ask]) -> list[list[int]]:
         """Guesses for a group; after an error, tries each half alone."""
         try:
             return self._guess(asks)
@@ -88,11 +70,11 @@ class Drafting(DraftCaches):
                 half = len(asks) // 2
                 parts = (asks[:half], asks[half:])
                 return [guess for part in parts for guess in self._together(part, group)]
-            _give_up(asks[0], error)
+            _give_up(self.of(asks[0].transcript), asks[0].text, error)
             return [[]]
 
-    def _guess(self, asks: Sequence[_Wanted]) -> list[list[int]]:
-        seats = [_Seat(ask) for ask in asks if self._fits(ask)]
+    def _guess(self, asks: Sequence[Ask]) -> list[list[int]]:
+        seats = [_Seat(self.of(ask.transcript), ask) for ask in asks if self._fits(ask)]
         longest = max((seat.ask.most for seat in seats), default=0)
         catching_up = 0  # forwards without a guess
         for _ in range(_CATCHING_UP + longest):
@@ -105,24 +87,24 @@ class Drafting(DraftCaches):
                     break
                 catching_up += 1
             advance(self.core, guessing, lagging)
-        by_companion = {}
+        by_text = {}
         for seat in seats:
             seat.take()
-            by_companion[seat.ask.companion] = seat.guess
-        return [by_companion.get(ask.companion, []) for ask in asks]
+            by_text[seat.ask.transcript] = seat.guess
+        return [by_text.get(ask.transcript, []) for ask in asks]
 
-    def _fits(self, ask: _Wanted) -> bool:
+    def _fits(self, ask: Ask) -> bool:
         """Whether the draft has positions for the text and its guesses, and did not refuse it."""
         most = self.core.positions.most
         within = most is None or len(ask.text) + ask.most - 1 <= most
-        return within and not ask.companion.refuses(ask.text)
+        return within and not self.of(ask.transcript).refuses(ask.text)
 
-    def _make_room(self, asks: Sequence[_Wanted]) -> bool:
+    def _make_room(self, asks: Sequence[Ask]) -> bool:
         """Empties the companion, in no ask, that guessed least recently; False if there is none.
 
         Its session gets no guesses until it has caught up.
         """
-        asking = {ask.companion for ask in asks}
+        asking = {self.of(ask.transcript) for ask in asks}
         idle = [one for one in self._companions if one not in asking and not one.empty]
         if not idle:
             return False
@@ -143,12 +125,13 @@ def draft_stats(drafter: Drafter | None) -> dict[str, float]:
 class _Seat:
     """One session's part of a proposal: its text is fed, then continued token by token."""
 
-    def __init__(self, ask: _Wanted) -> None:
-        ask.companion.follow(ask.text)
-        transcript = ask.companion.transcript
+    def __init__(self, companion: DraftCompanion, ask: Ask) -> None:
+        companion.follow(ask.text)
+        transcript = companion.transcript
         self.ask = ask
+        self._companion = companion
         self.feed = Feed(transcript, ask.text)
-        self.stream = Stream(transcript, ask.sampling, most=ask.most, eos=ask.eos)
+        self.stream = Stream(transcript, ask.sampling, Generation(ask.most, ask.sampling, ask.eos))
         self._fed = self.feed.left <= 0
 
     @property
@@ -168,19 +151,19 @@ class _Seat:
 
     def take(self) -> None:
         """Takes the result of the last forward, and samples a guess if one is due."""
-        transcript = self.ask.companion.transcript
+        transcript = self._companion.transcript
         if not self._fed:
-            self.ask.companion.note_text(transcript.committed)
+            self._companion.note_text(transcript.committed)
             self._fed = self.feed.left <= 0
         if self.guesses and transcript.ready:
             self.stream.sample()
 
 
-def _give_up(ask: _Wanted, error: Exception) -> None:
+def _give_up(companion: DraftCompanion, text: TokenIds, error: Exception) -> None:
     """Refuses guesses to a text after an error; if a restored chunk is damaged, drops the cache."""
     if isinstance(error, CorruptSnapshotError):
         _log.warning("the draft model computes a text again: %s", error)
-        ask.companion.reset()
+        companion.reset()
     else:
-        _log.warning("no guesses for a text of %d tokens: %s", len(ask.text), error)
-        ask.companion.give_up(ask.text)
+        _log.warning("no guesses for a text of %d tokens: %s", len(text), error)
+        companion.give_up(text)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpager.arguments import is_finite, refusal
+from kvpager._model.facts.checked_model import configuration
+from kvpager._model.facts.opening import open_core
+from kvpager._model.seam.recurrent import is_recurrent
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._support.arguments import is_finite, refusal
 from kvpager.config import PagerOptions, known_options
 from kvpager.drafts.drafting import Drafting
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.core import EngineCore
-from kvpager.hf.recurrent import is_recurrent
-from kvpager.opening.choices import configuration
-from kvpager.opening.identity import open_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,13 +72,13 @@ def open_draft(draft: DraftModel | Any, target: EngineCore) -> Drafting:
     inherited = {name: getattr(target.config, name) for name in _INHERITED}
     inherited["rows"] = None if is_recurrent(draft.model) else target.rows
     options = {"exact": False, **inherited, **draft.options}
-    core = open_core(draft.model, configuration(None, options), salt=target.salt)
-    if core.vocab_size != target.vocab_size:
-        found = core.vocab_size
+    core = open_core(draft.model, configuration(None, options), salt=target.tenant.salt)
+    if core.facts.vocab_size != target.facts.vocab_size:
+        found = core.facts.vocab_size
         core.close()
         raise InvalidArgumentError(
             f"draft: its vocabulary has {found} token ids, and the model's has "
-            f"{target.vocab_size}; expected a draft of the same tokenizer and embedding size"
+            f"{target.facts.vocab_size}; expected a draft of the same tokenizer and embedding size"
         )
     cost = draft.guess_cost
     if cost is None:

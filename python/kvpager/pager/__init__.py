@@ -14,7 +14,8 @@ waits for it. Several threads may use a pager; calls take turns, and one forward
 
 from __future__ import annotations
 
-from kvpager.layout import Layout
+from kvpager._model.layout import Layout
+from kvpager.pager.device import READ_DTYPES
 from kvpager.pager.forward import (
     ROW_COMMIT,
     ROW_GIVEN,
@@ -24,18 +25,17 @@ from kvpager.pager.forward import (
     Span,
     Tensor,
 )
+from kvpager.pager.ledger import ChunkInfo, Ledger
 from kvpager.pager.pager import (
     TIER_DISK,
     TIER_HOST,
     TIER_RESIDENT,
     TIER_SNAPSHOT,
-    ChunkInfo,
     Pager,
     Pin,
     Sequence,
     attention_version,
 )
-from kvpager.pager.read_dtypes import READ_DTYPES
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "ChunkInfo",
     "Forward",
     "Layout",
+    "Ledger",
     "Pager",
     "Pin",
     "Sequence",

@@ -1,4 +1,4 @@
-"""The device of a pager's pool, and the devices of this machine.
+"""The device of a pager's pool, the devices of this machine, and the dtypes elements are read in.
 
 Nothing here initialises CUDA: the plug-in's own probe finds the devices.
 """
@@ -14,11 +14,20 @@ import torch
 from kvpager import _core
 from kvpager.errors import DeviceError, InvalidArgumentError
 
+READ_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "q8": torch.float32,
+    "q4": torch.float32,
+}
+
+
 _NAME = re.compile(r"(cpu|shim|meta|cuda)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
-class Place:
+class PoolDevice:
     """Where a pager computes.
 
     Attributes:
@@ -42,7 +51,9 @@ class Place:
         return int(torch.cuda.current_stream(self.tensors).cuda_stream)
 
 
-def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig.device") -> Place:
+def resolve(
+    wanted: str, tensors: torch.device | None, field: str = "PagerConfig.device"
+) -> PoolDevice:
     """Chooses the device of a new pager.
 
     Args:
@@ -69,7 +80,7 @@ def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig
             )
         if kind == "shim":
             require(kind)
-        return Place(kind, torch.device("cpu"))
+        return PoolDevice(kind, torch.device("cpu"))
     if tensors is not None and tensors.type != "cuda":
         raise InvalidArgumentError(
             f'{field} is {wanted!r}, but the model is on {tensors}; call model.to("{wanted}") first'
@@ -85,7 +96,7 @@ def resolve(wanted: str, tensors: torch.device | None, field: str = "PagerConfig
     if index >= count:
         there = "is 1 CUDA device" if count == 1 else f"are {count} CUDA devices"
         raise DeviceError(f'{name}: there {there}; run `kvpager info`, or use device="cuda:0"')
-    return Place(name, torch.device("cuda", index))
+    return PoolDevice(name, torch.device("cuda", index))
 
 
 def require(kind: str) -> None:
@@ -140,7 +151,7 @@ def _remedy(kind: str, report: dict[str, Any]) -> str:
         return "it is there for tests: build with KVPAGER_SHIM=ON"
     if not report["plugin"]:
         return (
-            "build kvpager where nvcc is found (KVPAGER_CUDA=ON), or name the plug-in's folder in "
+            "build kvpager with KVPAGER_CUDA=ON, which takes nvcc, or name the plug-in's folder in "
             "KVPAGER_DEVICE_PATH"
         )
     return "check that nvidia-smi lists a device and that its driver is new enough"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvpager import _core
-from kvpager.arguments import as_int64, as_integer, refusal
+from kvpager._support.arguments import as_int64, as_integer, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf

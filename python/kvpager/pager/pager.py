@@ -11,18 +11,15 @@ import numpy as np
 import torch
 
 from kvpager import _core
-from kvpager.arguments import as_flag, as_int64, as_integer, is_one_of, listed, refusal
-from kvpager.errors import (
-    FingerprintMismatchError,
-    InvalidArgumentError,
-)
-from kvpager.layout import Layout
-from kvpager.pager.device import Place, resolve
+from kvpager._model.layout import Layout
+from kvpager._runtime.released import ReleasedText
+from kvpager._support.arguments import as_flag, as_int64, as_integer, is_one_of, listed, refusal
+from kvpager._support.salts import checked_salt, salt_digest
+from kvpager.errors import FingerprintMismatchError, InvalidArgumentError
+from kvpager.pager.device import READ_DTYPES, PoolDevice, resolve
 from kvpager.pager.forward import ROW_GIVEN, Forward, Span, Tensor
-from kvpager.pager.read_dtypes import READ_DTYPES
+from kvpager.pager.ledger import Ledger
 from kvpager.pager.snapshot import SALT_FIELD, SnapshotInfo, open_snapshot
-from kvpager.released import ReleasedText
-from kvpager.salts import checked_salt, is_of, salt_digest
 from kvpager.stores import FileStore, SaveReport
 
 if TYPE_CHECKING:
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvpager.config import PagerConfig
 
-ChunkInfo = _core.ChunkInfo
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -219,9 +215,9 @@ class Sequence(_core.OwnedSequence):
         """A sequence with the same positions; sealed chunks are shared, the tail is copied."""
         return Sequence(self.core, self.pager, self)
 
-    def ledger(self) -> list[ChunkInfo]:
+    def ledger(self) -> Ledger:
         """The ledger's entry of each chunk, in logical order, `released` ones included."""
-        return self.core.ledger(self.uid)
+        return Ledger(self.core.ledger(self.uid))
 
     def residency(self) -> dict[str, np.ndarray[Any, Any]]:
         """The ledger as arrays [chunks]: tiers (TIER_* bits), selected, recalled, qk_score."""
@@ -337,7 +333,7 @@ class Pager:
         q_heads: int | None = None,
     ) -> None:
         if device is not None:
-            config = config.replace(device=device)
+            config = config.replace(device=str(device))
         self.place = resolve(config.device, None)
         if self.place.kind not in ("cpu", "meta") and q_heads is None:
             raise InvalidArgumentError(
@@ -362,7 +358,6 @@ class Pager:
         options.smaller_rows = list(smaller_rows)
         options.exact = config.exact is not False
         options.selection = _native_selection(config)
-        options.scorer = config.scorer_name
         options.host_bytes = config.host_budget_on(self.place.kind)
         options.disk_bytes = config.disk_bytes
         options.disk_path = config.disk_path or ""
@@ -548,7 +543,8 @@ class Pager:
             )
         # The chain hashes verify the salt, but a snapshot without a full chunk has none.
         checked_salt(salt)
-        if SALT_FIELD in snapshot.session and not is_of(salt, snapshot.session[SALT_FIELD]):
+        own = salt_digest(salt)
+        if snapshot.session.get(SALT_FIELD, own) != own:
             raise FingerprintMismatchError(
                 f"salt: {snapshot.path} was saved under another salt; pass that one",
                 field="salt",
@@ -581,13 +577,6 @@ class Pager:
         """
         return self.core.chain_hashes(_known_ids(tokens), checked_salt(salt))
 
-    def legacy_chain_hashes(self, tokens: Iterable[int] | Tensor, salt: str = "") -> list[bytes]:
-        """The same chunks' hashes (16 bytes each), of `tokens` and `salt`, in formats 1.0 and 1.1.
-
-        They are not resistant to collisions, so callers must compare all token ids.
-        """
-        return self.core.legacy_chain_hashes(_known_ids(tokens), checked_salt(salt))
-
     def evict_all(self) -> int:
         """Evicts every chunk that may leave the pool; returns how many. Changes no result."""
         return self.core.evict_all()
@@ -611,7 +600,7 @@ class Pager:
 
 
 def attention_version(
-    layout: Layout, config: PagerConfig, place: Place, q_heads: int, q_dtype: torch.dtype
+    layout: Layout, config: PagerConfig, place: PoolDevice, q_heads: int, q_dtype: torch.dtype
 ) -> int | str:
     """Identifies the arithmetic of a pager's attention; needs no pager.
 
@@ -706,7 +695,7 @@ def _require_equal(expected: Mapping[str, object], found: Mapping[str, object], 
 
 
 def _device_options(
-    layout: Layout, config: PagerConfig, place: Place, q_heads: int | None
+    layout: Layout, config: PagerConfig, place: PoolDevice, q_heads: int | None
 ) -> _core.PagerOptions:
     """Core options for the pager's device and its attention."""
     options = _core.PagerOptions()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvpager import _core
+from kvpager._model.layout import Layout
+from kvpager._runtime.released import ReleasedText
+from kvpager._support.arguments import usable_path
+from kvpager._support.section_json import parse_section
 from kvpager.errors import InvalidArgumentError
-from kvpager.layout import Layout
-from kvpager.paths import usable_path
-from kvpager.released import ReleasedText
-from kvpager.section_json import parse_section
 
 SALT_FIELD = "salt_digest"  # in a snapshot's session section
 _PACK = "pack"  # likewise: the file keeps chunks of a directory store, of no one conversation

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpager import _core
-from kvpager.config import PagerConfig, frontier_blocks
+from kvpager._support.notebook import card
+from kvpager._support.words import byte_size
+from kvpager.config import PagerConfig
 from kvpager.errors import CapacityError
-from kvpager.plan.budget import margin_of
-from kvpager.plan.memory import staging_bytes, summary_slots
+from kvpager.plan.memory import margin_of, pool_bounds, staging_bytes, summary_slots
 from kvpager.plan.shape import KvShape
 
 UNKNOWN_CONTEXT = 131_072  # of a model that does not say what it was made for
@@ -17,7 +18,7 @@ _DEVICE_TABLES = 512 << 20  # tables and partial results on a GPU, which grow wi
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """What pool was chosen, and from what.
+    """The chosen pool, and the figures it was chosen from.
 
     Attributes:
         pool_tokens: the choice.
@@ -49,10 +50,22 @@ class PoolChoice:
             else f"what fits of the {self.wanted_tokens:,} that the longest context takes"
         )
         return (
-            f"pool of {self.pool_tokens:,} tokens ({self.pool_bytes:,} bytes): {why}; "
-            f"{self.free_bytes:,} bytes free, {self.margin_bytes:,} left alone, "
-            f"{self.other_bytes:,} for host arena, summaries, staging and tables"
+            f"pool of {self.pool_tokens:,} tokens ({byte_size(self.pool_bytes)}): {why}; "
+            f"{byte_size(self.free_bytes)} free, {byte_size(self.margin_bytes)} left alone, "
+            f"{byte_size(self.other_bytes)} for host arena, summaries, staging and tables"
         )
+
+    def _repr_html_(self) -> str:
+        """The figures as a table, for notebooks."""
+        facts = [
+            ("pool", f"{self.pool_tokens:,} tokens, {byte_size(self.pool_bytes)}"),
+            ("wanted", f"{self.wanted_tokens:,} tokens: the longest context and a forward"),
+            ("least", f"{self.least_tokens:,} tokens"),
+            ("free memory", byte_size(self.free_bytes)),
+            ("left alone", byte_size(self.margin_bytes)),
+            ("host arena, summaries, tables", byte_size(self.other_bytes)),
+        ]
+        return card("Plan of the pool", facts)
 
 
 def choose_pool(
@@ -77,11 +90,9 @@ def choose_pool(
     Raises:
         CapacityError: not even the least pool fits; says by how much.
     """
-    kv = KvShape.of_layout(layout, config.scorer_name)
-    frontier = frontier_blocks(kv.chunk_tokens, rows)
-    context = kv.chunks(max_positions or UNKNOWN_CONTEXT)
-    least = max(config.least_pool(rows) // kv.chunk_tokens, frontier + 1)
-    wanted = max(least, context + frontier + 1)
+    kv = KvShape.of_layout(layout)
+    least, wanted = pool_bounds(config, rows, kv.chunks(max_positions or UNKNOWN_CONTEXT))
+    wanted = max(least, wanted)
     on_gpu = device != "cpu"
     host = config.host_budget_on(device) // kv.chunk_bytes
     disk = config.disk_bytes // kv.chunk_bytes

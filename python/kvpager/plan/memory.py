@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpager import _core
-from kvpager.config import TopK
+from kvpager.config import PagerConfig, frontier_blocks
 from kvpager.plan.shape import KvShape, ModelShape
 
 _STREAMED_SEQUENCES = 4  # of which the host stages a split each
@@ -18,11 +18,18 @@ _ENTRY_BYTES = 64  # tables and results of a chunk that a forward may see
 _BOUNCES = 4
 COPY_BYTES = 1.5  # of a weight, with compress_weights
 _GATHERED_ANYWAY = 256 << 20  # of expert weights, where the model is small
+_MARGIN_SHARE = 16  # a sixteenth of a memory stays free,
+_LEAST_MARGIN = 256 << 20  # and at least this many bytes
+
+
+def margin_of(memory: int) -> int:
+    """Bytes of a memory that stay free, for the framework, fragmentation and everything else."""
+    return max(_LEAST_MARGIN, memory // _MARGIN_SHARE)
 
 
 @dataclass(frozen=True)
 class PagerMemory:
-    """What a pager maps, pins or allocates.
+    """The memory that a pager maps, pins or allocates.
 
     Attributes:
         pool, summaries, staging, tables: where the pool is; tables include partial results.
@@ -48,6 +55,16 @@ class PagerMemory:
     def total(self) -> int:
         """Bytes of all memories and of disk."""
         return self.device + self.host + self.pinned + self.disk
+
+
+def pool_bounds(config: PagerConfig, rows: int, chunks: int, sessions: int = 0) -> tuple[int, int]:
+    """The least pool of M = `rows`, and one that holds `chunks` beside a forward; in chunks.
+
+    sessions: each of which keeps a block for its tail.
+    """
+    beside = frontier_blocks(config.chunk_tokens, rows) + 1
+    least = max(config.least_pool(rows) // config.chunk_tokens, beside + sessions)
+    return least, chunks + beside
 
 
 def summary_slots(pool_chunks: int, host_chunks: int, disk_chunks: int) -> int:
@@ -88,7 +105,7 @@ def pager_memory(
     seen_chunks: int,
     on_gpu: bool,
 ) -> PagerMemory:
-    """Of a pager with so many blocks, host slots, disk slots and summary slots.
+    """The memory of a pager with so many blocks, host slots, disk slots and summary slots.
 
     seen_chunks: chunks of all sequences of a forward.
     """
@@ -105,7 +122,7 @@ def pager_memory(
 
 
 def working_bytes(shape: ModelShape, rows: int) -> int:
-    """What a forward of `rows` rows takes for a while: activations, logits, gathered experts."""
+    """The temporary memory of a forward of `rows` rows: activations, logits, gathered experts."""
     widest = max(4 * shape.hidden, 3 * shape.intermediate, 2 * shape.q_heads * shape.k_dim)
     activations = rows * (8 * shape.hidden + widest) * 4
     logits = 8 * shape.vocab * 4
@@ -128,10 +145,3 @@ def suits_experts(shape: ModelShape, rows: int) -> bool:
     weights' bytes, or 256 MiB. A function of the model alone, because M changes bits.
     """
     return gathered_bytes(shape, rows) <= max(shape.weight_bytes // 8, _GATHERED_ANYWAY)
-
-
-def selected_tokens(selection: TopK, chunk_tokens: int) -> int:
-    """Tokens that a row attends to at most, by one layer and head."""
-    always = sum(stop - start for start, stop in selection.always)
-    recent = selection.recent + chunk_tokens
-    return selection.chunks * chunk_tokens + selection.sinks + recent + always

@@ -1,4 +1,4 @@
-"""What a model costs, in numbers: parameters by what they are for, and the shape of its K/V.
+"""What a model takes, in numbers: parameters by what they are for, and the shape of its K/V.
 
 A shape is read from a configuration alone. The model is built without memory for its weights, so
 that what is counted is what transformers would load, whatever the architecture.
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from kvpager import _core
+from kvpager._model import pretrained
+from kvpager._model.layout import Layout
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SLIDING = "sliding_attention"
 _MOST_LAYERS = 1024  # of a Layout
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal LM as far as time and memory go.
+    """A causal LM as far as memory goes.
 
     Attributes:
         name: class of the model.
@@ -43,7 +43,6 @@ class ModelShape:
         experts, experts_per_token: of a layer with experts, and how many of them a row takes.
         expert_layers: layers that have experts.
         expert_parameters: elements of one expert of one layer.
-        windows: per layer, how many tokens back it attends; 0: all.
         gathers_experts: forwards copy the matrices of the experts that their rows chose, for each
             row: on a GPU, and on a CPU where they are none of kvpager's products.
     """
@@ -67,7 +66,6 @@ class ModelShape:
     experts_per_token: int = 0
     expert_layers: int = 0
     expert_parameters: int = 0
-    windows: tuple[int, ...] = ()
     gathers_experts: bool = True
 
     @property
@@ -91,28 +89,6 @@ class ModelShape:
         """Bytes of the weights in memory."""
         return self.parameters * self.dtype_bytes
 
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes of the weights of one layer, its experts included: the mean of all layers."""
-        return (self.layer_parameters + self.all_expert_parameters) * self.dtype_bytes / self.layers
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the weights without experts: what every row needs."""
-        return self.weight_bytes - self.all_expert_parameters * self.dtype_bytes
-
-    def window_of(self, layer: int) -> int:
-        """How many tokens back a layer attends; 0: all."""
-        return self.windows[layer] if self.windows else 0
-
-    def replace_dtype(self, dtype: str) -> ModelShape:
-        """The same model with weights of another dtype."""
-        if dtype not in DTYPE_BYTES:
-            raise InvalidArgumentError(
-                f"dtype is {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}"
-            )
-        return ModelShape(**{**vars(self), "dtype": dtype})
-
 
 @dataclass(frozen=True)
 class KvShape:
@@ -135,7 +111,7 @@ class KvShape:
     summary_bytes: int
 
     @classmethod
-    def of(cls, shape: ModelShape, chunk_tokens: int, kv_dtype: str, scorer: str) -> KvShape:
+    def of(cls, shape: ModelShape, chunk_tokens: int, kv_dtype: str) -> KvShape:
         """The K/V of a model, kept in `kv_dtype` ("auto": the weights')."""
         layout = Layout(
             layers=shape.layers,
@@ -146,10 +122,10 @@ class KvShape:
             k_dtype=shape.dtype,
             v_dtype=shape.dtype,
         )
-        return cls.of_layout(layout.kept_as(kv_dtype).native(), scorer)
+        return cls.of_layout(layout.kept_as(kv_dtype).native())
 
     @classmethod
-    def of_layout(cls, layout: _core.Layout, scorer: str) -> KvShape:
+    def of_layout(cls, layout: _core.Layout) -> KvShape:
         """The same of a layout of the core."""
         pages = layout.layers * layout.kv_heads
         return cls(
@@ -158,7 +134,7 @@ class KvShape:
             chunk_bytes=layout.chunk_bytes,
             slice_bytes=layout.largest_slice_bytes,
             token_bytes=layout.token_bytes,
-            summary_bytes=pages * _core.summary_bytes(scorer, layout),
+            summary_bytes=pages * _summary_bytes(layout),
         )
 
     def chunks(self, tokens: int) -> int:
@@ -166,11 +142,17 @@ class KvShape:
         return -(-tokens // self.chunk_tokens)
 
 
+def _summary_bytes(layout: _core.Layout) -> int:
+    """Bytes of the summary of one (chunk, layer, kv head), as csrc/kernels/bits2.cc lays it out."""
+    dims = -(-layout.k_dim // 32) * 32
+    return dims * layout.chunk_tokens // 4 + -(-(3 * dims + 8) // 64) * 64
+
+
 def read_shape(path: str | Path, dtype: str = "auto", *, exact: bool = True) -> ModelShape:
     """The shape of the model that a configuration describes. No weights are read or made.
 
     Args:
-        path: a folder with a config.json, or such a file under any name.
+        path: a folder with a config.json, such a file under any name, or a GGUF file.
         dtype: of the weights; "auto": the configuration's, float32 if it names none.
         exact: whether the engine is to keep its promise; see `PagerConfig.exact`.
 
@@ -192,17 +174,17 @@ def shape_of(
     """The shape of a transformers causal LM, whether or not its weights are in memory.
 
     Raises:
-        UnsupportedModelError: an engine would refuse it, or it has recurrent layers, of whose cost
-            nothing is known here.
+        UnsupportedModelError: an engine would refuse it, or it has recurrent layers, whose states
+            are not counted here.
     """
-    from kvpager.hf.expert_products import takes_experts
-    from kvpager.hf.linear import has_fast_products
-    from kvpager.hf.recurrent import is_recurrent
-    from kvpager.hf.support import why_inexact_experts, why_unsupported
+    from kvpager._model.seam.expert_products import takes_experts
+    from kvpager._model.seam.linear import has_fast_products
+    from kvpager._model.seam.recurrent import is_recurrent
+    from kvpager._model.seam.support import why_inexact_experts, why_unsupported
 
     if is_recurrent(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: a plan knows no cost of layers that carry a state; try the "
+            f"{type(model).__name__}: a plan does not count layers that carry a state; try the "
             'model itself, with Engine(model, exact="reuse", pool_tokens=...)'
         )
     own_experts = takes_experts(model) and has_fast_products(model.dtype)
@@ -215,15 +197,12 @@ def shape_of(
     # What differs from layer to layer is taken as the configuration has it for all of them.
     config.allow_global_per_layer_attribute_access = True
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    experts = [
-        parameter
+    by_module = [
+        [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
         for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if parameter.ndim == 3
     ]
-    layers_with_experts = sum(
-        any(p.ndim == 3 for p in module.parameters(recurse=False)) for module in model.modules()
-    )
+    experts = [parameter for those in by_module for parameter in those]
+    layers_with_experts = sum(map(bool, by_module))
     number = experts[0].shape[0] if experts else 0
     of_experts = sum(parameter.numel() for parameter in experts)
     tied = head.weight is embedding.weight or bool(getattr(config, "tie_word_embeddings", False))
@@ -255,7 +234,6 @@ def shape_of(
         experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0) if number else 0,
         expert_layers=layers_with_experts,
         expert_parameters=of_experts // (number * layers_with_experts) if number else 0,
-        windows=_windows(config),
         gathers_experts=not own_experts,
     )
 
@@ -263,6 +241,10 @@ def shape_of(
 def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
+    if path.suffix == pretrained.GGUF:
+        config = pretrained.load_config(path)
+        config.dtype = "bfloat16"  # what it is loaded in
+        return config
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidArgumentError(
@@ -303,9 +285,9 @@ def _complaints_of(path: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever an architecture makes of numbers it did not expect
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidArgumentError(
-            f"{path}: transformers cannot make a causal LM of it: {said[:300]}"
+            f"{path}: transformers cannot make a causal LM of it: {reason[:300]}"
         ) from error
 
 
@@ -332,16 +314,3 @@ def _head_dims(config: Any) -> tuple[int, int]:
         return int(config.qk_nope_head_dim) + int(rope), int(config.v_head_dim)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(dim), int(dim)
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    window = int(getattr(config, "sliding_window", None) or 0)
-    kinds = getattr(config, "layer_types", None)
-    layers = int(config.num_hidden_layers)
-    if not window:
-        return ()
-    if kinds:
-        return tuple(window if kind == _SLIDING else 0 for kind in kinds)
-    if getattr(config, "use_sliding_window", True) is False:
-        return ()
-    return (window,) * layers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvpager.requests.completion import RequestCompletion
-from kvpager.requests.request import Request
+from kvpager.requests.request import Request, RequestCompletion
 from kvpager.requests.scheduler import Scheduler
 from kvpager.requests.streams import AsyncScheduler, RequestStream
 

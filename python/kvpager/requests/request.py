@@ -1,28 +1,28 @@
-"""One request of a scheduler."""
+"""One request of a scheduler, and its result."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvpager.execution.core import EngineCore
-from kvpager.requests.completion import RequestCompletion
-from kvpager.scheduling.chat import PlannedTurn, settled
-from kvpager.scheduling.completion import FinishReason
-from kvpager.scheduling.feed import Feed
-from kvpager.scheduling.prompt_count import PromptCount
-from kvpager.scheduling.stream import GeneratedToken, Generation, Stream
-from kvpager.scheduling.trim import trim_to_common
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.chat import PlannedTurn, settled
+from kvpager._runtime.scheduling.completion import Completion, FinishReason
+from kvpager._runtime.scheduling.feed import Feed
+from kvpager._runtime.scheduling.stream import GeneratedToken, Generation, Stream
+from kvpager._runtime.scheduling.trim import trim_to_common
+from kvpager._runtime.text.conversation import Conversation
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.tokens import TokenIds
+from kvpager.requests.waiting import Queueing
 from kvpager.session import Session
 from kvpager.speculation.speculation import SpeculationStats
-from kvpager.text.conversation import Conversation
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds
 
 Token: TypeAlias = int | GeneratedToken
 OnToken: TypeAlias = "Callable[[Request, Token], object]"
@@ -31,64 +31,63 @@ OnFinish: TypeAlias = "Callable[[Request, RequestCompletion], object]"
 _log = logging.getLogger(__name__)
 
 
-class Request:
-    """Made by `Scheduler.submit`. Any thread may call `cancel`; the rest is for the owner's thread.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RequestCompletion(Completion):
+    """The result of a request of `Engine.run` or of a `Scheduler`.
 
     Attributes:
-        index: number of the submission, from 0.
-        prompt_tokens: tokens of the prompt.
-        seed: of its draws.
+        index: number of the prompt, or of the submission, from 0.
+        choice: which of the `n` completions of its prompt, from 0.
+        error: the exception, if `finish_reason` is "error".
+        cached_tokens: prompt tokens that were not computed for this request: shared with other
+            texts, from a store, or held by the given session.
+        computed_tokens: prompt tokens that were, each counted once, also if they were computed
+            again. The two add up to `prompt_tokens` unless it ended before its prompt was computed.
+        queue_s: seconds from its submission to its first admission; to its end if there was none.
+        session: the one given as prompt, or with `keep_session` the one made for the request.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.index = job.index
-        self.prompt_tokens = job.prompt_tokens
-        self.seed = job.seed
-        self._job = job
+    index: int
+    error: Exception | None
+    session: Session | None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    queue_s: float = 0.0
+    choice: int = 0
+
+
+class PromptCount:
+    """Counts positions of a prompt whose K/V were computed, each once.
+
+    A position may be computed more than once: after a suspension, because its chunk is damaged, or
+    because a recurrent state is missing.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._computed = np.zeros(prompt_tokens, dtype=bool)
+        self._ready = 0
+
+    def mark(self, start: int, count: int) -> None:
+        """Notes that positions [start, start + count) were computed; ignores those behind it."""
+        self._computed[start : start + count] = True
+
+    def reached(self, length: int) -> None:
+        """Notes that K/V of the first `length` positions exist."""
+        self._ready = max(self._ready, min(length, len(self._computed)))
 
     @property
-    def state(self) -> str:
-        """One of "waiting", "prefilling", "decoding", "finished"."""
-        return self._job.state
+    def computed(self) -> int:
+        """Number of positions computed."""
+        return int(np.count_nonzero(self._computed))
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens found with K/V so far, not computed; see `RequestCompletion`."""
-        return self._job.cached_tokens
-
-    @property
-    def tokens(self) -> TokenIds:
-        """What it has produced so far, [n] int32."""
-        return self._job.tokens
-
-    @property
-    def piece(self) -> str:
-        """The text that its last token completed, if it has an `on_token` and a tokenizer."""
-        return self._job.piece
-
-    @property
-    def completion(self) -> RequestCompletion | None:
-        """What became of it; None until it is finished."""
-        return self._job.completion
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._job.cancelled
-
-    def cancel(self) -> None:
-        """Ends it before another token is produced; the scheduler's next step finishes it."""
-        self._job.cancel()
-
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.index}, {self.state}, {self.prompt_tokens} prompt tokens, "
-            f"{len(self.tokens)} produced)"
-        )
+    def cached(self) -> int:
+        """Number of positions whose K/V existed already."""
+        return self._ready - int(np.count_nonzero(self._computed[: self._ready]))
 
 
-class Job:
-    """A request as its scheduler works on it.
+class Request:
+    """Made by `Scheduler.submit`. Any thread may call `cancel`; the rest is for the owner's thread.
 
         waiting --admitted--> prefilling --the prompt's last row--> decoding --> finished
            ^                      |                                    |
@@ -97,8 +96,13 @@ class Job:
     A request that went back to waiting computes its tokens again and goes on with the same bits.
 
     Attributes:
-        request: its owner's handle, which shows the attributes of the same names.
-        given_session: the session whose text goes on, or None.
+        index: number of the submission, from 0.
+        prompt_tokens: tokens of the prompt.
+        seed: of its draws.
+        completion: its result; None until it is finished.
+        cancelled: whether `cancel` was called.
+
+    Everything behind `cancel` is for its scheduler.
     """
 
     def __init__(
@@ -109,41 +113,37 @@ class Job:
         generation: Generation,
         seed: int,
         *,
+        queueing: Queueing,
         keep_session: bool,
         on_token: OnToken | None,
         on_finish: OnFinish | None,
-        cancelled: deque[Job],
-        priority: int = 0,
-        deadline: float | None = None,
-        salt: str | None = None,
-        tenant: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        cancelled: deque[Request],
+        clock: Callable[[], float],
+        produced: Sequence[Token] = (),
     ) -> None:
-        """Makes it; nothing is computed before `admit`.
+        """Makes a request; nothing is computed before `admit`.
 
         Args:
-            index: see `Request`.
+            index: number of the submission.
             prompt: the whole text, or a turn of the session's conversation; None: the session's.
             session: whose text goes on; None: one is made for the request.
             generation: of the request.
             seed: of its draws.
+            queueing: its priority, tenant, salt and timeout.
             keep_session: see `Scheduler.submit`.
             on_token: likewise.
             on_finish: likewise.
-            cancelled: takes the job when `cancel` is called.
-            priority: lower ones are admitted earlier.
-            deadline: when it ends, by `clock`; None: never.
-            salt: of the session that is made for it, stretched; None: the engine's.
-            tenant: whose it is.
+            cancelled: gets the request when `cancel` is called.
             clock: seconds; measures how long it waits.
+            produced: tokens of its answer that an earlier request of the same arguments produced.
         """
         self.index = index
-        self.priority = priority
-        self.tenant = tenant
-        self.rank = (priority, 0, index)  # see `WaitingRequests`
-        self.deadline = deadline
-        self.salt = salt
+        self.seed = seed
         self.completion: RequestCompletion | None = None
+        self.cancelled = False
+        self.queueing = queueing
+        self.rank = (queueing.priority, 0, index)  # see `WaitingRequests`
+        self.given_session = session
         self._conversation: Conversation | None = None  # that the turn leads to, until it is taken
         self._before: Conversation | None = None  # of a given session, when it was admitted
         self._ids: TokenIds | None
@@ -151,21 +151,21 @@ class Job:
             self._ids, self._conversation = prompt.ids, prompt.conversation
         else:
             self._ids = prompt
-        self.given_session = session
         self._generation = generation
-        self.seed = seed
         self._keep = keep_session
         self._on_token = on_token
         self._on_finish = on_finish
         self._submitted = time.perf_counter()
         self._clock = clock
         self._queued_at = clock()
+        timeout = queueing.timeout_s
+        self.deadline = None if timeout is None else self._queued_at + timeout  # by `clock`
         self._queue_s: float | None = None
         self._prompt: PromptCount | None = None
         self._held = 0  # tokens with K/V when it was admitted
-        self.cancelled = False
         self._cancellations = cancelled
-        self._emitted = 0  # tokens that `on_token` was called with
+        self._known = produced
+        self._emitted = len(produced)  # tokens that `on_token` was called with, or need not be
         self._done = 0  # tokens computed, once it is finished
         self._session: Session | None = None
         self._feed: Feed | None = None
@@ -176,11 +176,16 @@ class Job:
         else:
             assert session is not None
             self.prompt_tokens, self._to_compute = session.length, 0
-        self.request = Request(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.index}, {self.state}, {self.prompt_tokens} prompt tokens, "
+            f"{len(self.tokens)} produced)"
+        )
 
     @property
     def state(self) -> str:
-        """See `Request.state`."""
+        """One of "waiting", "prefilling", "decoding", "finished"."""
         if self.completion is not None:
             return "finished"
         if self._session is None:
@@ -189,14 +194,14 @@ class Job:
 
     @property
     def tokens(self) -> TokenIds:
-        """See `Request.tokens`."""
+        """The tokens produced so far, [n] int32."""
         if self.completion is not None:
             return self.completion.tokens
         return np.array([] if self._stream is None else self._stream.produced, dtype=np.int32)
 
     @property
     def cached_tokens(self) -> int:
-        """See `Request.cached_tokens`."""
+        """Prompt tokens found with K/V so far, not computed; see `RequestCompletion`."""
         if self.completion is not None:
             return self.completion.cached_tokens
         prompt = self._prompt
@@ -204,11 +209,11 @@ class Job:
 
     @property
     def piece(self) -> str:
-        """See `Request.piece`."""
+        """The text that its last token completed, if it has an `on_token` and a tokenizer."""
         return "" if self._stream is None else self._stream.piece
 
     def cancel(self) -> None:
-        """See `Request.cancel`."""
+        """Ends it before another token is produced; the scheduler's next step finishes it."""
         self.cancelled = True
         self._cancellations.append(self)
 
@@ -243,10 +248,14 @@ class Job:
     def admit(self, core: EngineCore, make_session: Callable[[str | None], Session]) -> None:
         """Starts it, or starts it again after `suspend`, and reserves room for all it may produce.
 
+        Args:
+            core: of the engine that runs it.
+            make_session: makes an empty session for a salt.
+
         Raises:
             CapacityError: there is no room; nothing was changed.
         """
-        session = self.given_session or make_session(self.salt)
+        session = self.given_session or make_session(self.queueing.salt)
         transcript = session.transcript
         prompt = self._prompt or PromptCount(self.prompt_tokens)
         transcript.mark_computed = prompt.mark
@@ -276,7 +285,7 @@ class Job:
     def _feed_of(self, core: EngineCore, transcript: Transcript, stream: Stream) -> Feed:
         """The admitted feed of the prompt; a given session's text is cut to what they share."""
         assert self._ids is not None
-        ids = np.append(self._ids, self.tokens)
+        ids = np.append(self._ids, np.array(stream.produced, dtype=np.int32))
         total = len(ids) + stream.remaining
         feed = Feed(transcript, ids)
         if self.given_session is None:
@@ -337,10 +346,13 @@ class Job:
         """Calls `on_token` with a token, once even if it is interrupted."""
         self._emitted += 1
         if self._on_token is not None:
-            self._on_token(self.request, token)
+            self._on_token(self, token)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Finishes it; closes a session made for it unless that is to be kept."""
+        """Finishes it for a `reason`, with the `error` of a failure.
+
+        Closes a session made for it unless that is to be kept.
+        """
         self._done = self.done
         self._note_prompt()
         self._note_wait()
@@ -369,7 +381,7 @@ class Job:
     def _undo_turn(self, transcript: Transcript) -> None:
         """Gives a session the conversation that it had, if its turn was not taken."""
         if self._conversation is not None and self._before is not None:
-            transcript.conversation = self._before
+            transcript.conversation = replace(self._before, untaken=True)
 
     def _note_wait(self) -> None:
         """Notes how long it waited, at its first admission or its end."""
@@ -386,7 +398,7 @@ class Job:
         assert self.completion is not None
         if self._on_finish is not None:
             try:
-                self._on_finish(self.request, self.completion)
+                self._on_finish(self, self.completion)
             except Exception:
                 _log.exception("on_finish of request %d", self.index)
 
@@ -395,6 +407,7 @@ class Job:
         as_text = self._on_token is not None
         stream = self._generation.stream(transcript, self.seed, before, as_text=as_text)
         stream.begun = self._submitted
+        stream.begin_with(self._known)
         return stream
 
     def _result(self) -> dict[str, Any]:

@@ -12,34 +12,27 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvpager import _core
-from kvpager.arguments import Integer, as_flag, as_integer, takes
-from kvpager.errors import (
-    CapacityError,
-    InvalidArgumentError,
-    ModelChangedError,
-    QueueFullError,
-)
-from kvpager.execution.core import EngineCore
-from kvpager.requests.job_heap import JobHeap
-from kvpager.requests.request import Job, OnFinish, OnToken, Request, Token
-from kvpager.requests.submission import Queueing
-from kvpager.requests.waiting import WaitingRequests
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.chat import MOST_NEW_TOKENS, PlannedTurn, check_keeps, plan_turn
+from kvpager._runtime.scheduling.completion import FinishReason
+from kvpager._runtime.scheduling.feed import Account, runnable
+from kvpager._runtime.scheduling.options import repeatable
+from kvpager._runtime.scheduling.packing import advance
+from kvpager._runtime.scheduling.stream import Generation
+from kvpager._runtime.text.template_input import ControlTokensAs
+from kvpager._runtime.text.tokenizer import Message
+from kvpager._support.arguments import Integer, as_flag, as_integer, takes
+from kvpager._support.tokens import TextOrIds, TokenIds
+from kvpager.errors import CapacityError, InvalidArgumentError, ModelChangedError, QueueFullError
+from kvpager.requests.request import OnFinish, OnToken, Request, Token
+from kvpager.requests.waiting import Queueing, RequestHeap, WaitingRequests
 from kvpager.sampling import fresh_seed
-from kvpager.scheduling.chat import MOST_NEW_TOKENS, PlannedTurn, plan_turn
-from kvpager.scheduling.completion import FinishReason
-from kvpager.scheduling.feed import Account, runnable
-from kvpager.scheduling.options import repeatable
-from kvpager.scheduling.packing import advance
-from kvpager.scheduling.stream import Generation
 from kvpager.session import Session, require_own
-from kvpager.text.template_input import ControlTokensAs
-from kvpager.text.tokenizer import Message
-from kvpager.tokens import TextOrIds, TokenIds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from kvpager.scheduling.options import GenerationOptions
+    from kvpager._runtime.scheduling.options import GenerationOptions
 
 _PLAIN = Queueing()
 
@@ -79,7 +72,7 @@ class Scheduler:
         max_sessions: Integer | None = None,
         max_waiting: Integer | None = None,
     ) -> None:
-        """Makes it.
+        """Makes a scheduler.
 
         Args:
             core: the engine's.
@@ -97,17 +90,17 @@ class Scheduler:
         )
         self.clock: Callable[[], float] = time.monotonic
         self._waiting = WaitingRequests()
-        self._deadlines = JobHeap()
-        self._prefilling: list[Job] = []
-        self._decoding: deque[Job] = deque()
-        self._unfinished: dict[int, Job] = {}  # by index
+        self._deadlines = RequestHeap()
+        self._prefilling: list[Request] = []
+        self._decoding: deque[Request] = deque()
+        self._unfinished: dict[int, Request] = {}  # by index
         self._submitted = 0
         self._cut_short = False  # the last step did not come to its end
         self._full = False  # a request had to release its chunks: admit none until one ends
         self._past = 0  # tokens that finished requests computed
         self._planned = 0  # tokens that unfinished requests may compute in all
-        self._cancelled: deque[Job] = deque()
-        self._blocked: list[tuple[Job, CapacityError]] = []  # of this step
+        self._cancelled: deque[Request] = deque()
+        self._blocked: list[tuple[Request, CapacityError]] = []  # of this step
         self._ending: FinishReason | None = None  # the finish of all requests, once it is closed
         self._stepping = _core.Place()
         self._queues = threading.Lock()  # other threads submit during a step
@@ -170,7 +163,7 @@ class Scheduler:
             on_token=on_token,
             on_finish=on_finish,
             queueing=queueing,
-        ).request
+        )
 
     def chat(
         self,
@@ -194,7 +187,7 @@ class Scheduler:
         most_tokens: Integer | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Request:
-        """Queues a turn of a session's conversation; `Session.chat` beside other requests.
+        """Queues a turn of a session's conversation; `Session.chat` together with other requests.
 
         Nothing else may use the session before the request is finished.
 
@@ -244,6 +237,7 @@ class Scheduler:
             default_new_tokens=as_integer(default_new_tokens, "default_new_tokens", 1),
             most_tokens=None if most_tokens is None else as_integer(most_tokens, "most_tokens", 1),
         )
+        check_keeps(self._core, session.transcript, turn)
         return self.queue(
             turn,
             turn.generation,
@@ -253,7 +247,7 @@ class Scheduler:
             on_token=on_token,
             on_finish=on_finish,
             queueing=queueing,
-        ).request
+        )
 
     def queue(
         self,
@@ -268,7 +262,8 @@ class Scheduler:
         queueing: Queueing = _PLAIN,
         name: str = "prompt",
         among_others: bool = False,
-    ) -> Job:
+        produced: SequenceOf[Token] = (),
+    ) -> Request:
         """`submit` with checked arguments, for the server and `run`; not for users.
 
         Args:
@@ -283,6 +278,8 @@ class Scheduler:
             name: of the prompt, in error messages.
             among_others: a text beyond the model's positions is no error here; the request ends
                 with it.
+            produced: the first tokens of its answer, where an earlier request of the same arguments
+                was cut off; `on_token` is not called with them. With `logprobs` they have theirs.
         """
         core = self._core
         core.check_open()
@@ -335,36 +332,33 @@ class Scheduler:
                     f"max_waiting is {self._most_waiting}, and {waiting} requests wait already; "
                     "submit again later"
                 )
-            deadline = None if queueing.timeout_s is None else self.clock() + queueing.timeout_s
-            job = Job(
+            request = Request(
                 self._submitted,
                 whole,
                 session,
                 generation,
                 draws,
+                queueing=queueing,
                 keep_session=keep_session,
                 on_token=on_token,
                 on_finish=on_finish,
                 cancelled=self._cancelled,
-                priority=queueing.priority,
-                deadline=deadline,
-                salt=queueing.salt,
-                tenant=queueing.tenant,
                 clock=self.clock,
+                produced=produced,
             )
             self._submitted += 1
-            self._planned += job.planned
-            self._unfinished[job.index] = job
-            self._waiting.add(job)
-            if deadline is not None:
-                self._deadlines.push(job, deadline)
+            self._planned += request.planned
+            self._unfinished[request.index] = request
+            self._waiting.add(request)
+            if request.deadline is not None:
+                self._deadlines.push(request, request.deadline)
             if session is not None:
                 session.transcript.scheduled_by = self
         if too_long is not None:
-            self._finish(job, "error", too_long)
+            self._finish(request, "error", too_long)
         with self.changed:
             self.changed.notify_all()
-        return job
+        return request
 
     @property
     def idle(self) -> bool:
@@ -390,7 +384,7 @@ class Scheduler:
     def work(self) -> tuple[int, int]:
         """Tokens done and tokens in all, prompts included, of everything submitted so far."""
         try:
-            running = sum(job.done for job in (*self._prefilling, *self._decoding))
+            running = sum(request.done for request in (*self._prefilling, *self._decoding))
         except InvalidArgumentError:  # sessions that are being closed right now
             if not self._is_over():
                 raise
@@ -441,26 +435,30 @@ class Scheduler:
         return made
 
     def _gather(self) -> None:
-        """Puts every request where its state says, after a step that did not come to its end."""
+        """Moves every request to the queue of its state, after a step that was interrupted."""
         with self._queues:
-            jobs = list(self._unfinished.values())
+            requests = list(self._unfinished.values())
             self._waiting = WaitingRequests()
-            for job in jobs:
-                if job.state == "waiting":
-                    self._waiting.add(job)
+            for request in requests:
+                if request.state == "waiting":
+                    self._waiting.add(request)
             for queue, state in ((self._prefilling, "prefilling"), (self._decoding, "decoding")):
-                placed = [job for job in dict.fromkeys(queue) if job.state == state]
-                lost = [job for job in jobs if job.state == state and job not in placed]
+                placed = [request for request in dict.fromkeys(queue) if request.state == state]
+                lost = [
+                    request
+                    for request in requests
+                    if request.state == state and request not in placed
+                ]
                 queue.clear()
                 queue.extend([*placed, *lost])
-        for job in jobs:
-            if job.completion is not None:
-                self._settle(job)
-        for job in list(self._decoding):
+        for request in requests:
+            if request.completion is not None:
+                self._settle(request)
+        for request in list(self._decoding):
             try:
-                job.catch_up()
+                request.catch_up()
             except Exception as error:  # noqa: PERF203  # only this request ends
-                self._finish(job, "error", error)
+                self._finish(request, "error", error)
 
     def _advance(self) -> list[tuple[Request, Token]]:
         self._finish_ended()
@@ -468,20 +466,20 @@ class Scheduler:
         self._admit()
         turn = list(islice(self._decoding, self._core.rows))
         self._decoding.rotate(-len(turn))
-        size = self._core.layout.chunk_tokens
-        chosen = runnable((job.feed for job in self._prefilling), size)
-        prompts = [job for job in self._prefilling if job.feed in chosen]
+        size = self._core.facts.layout.chunk_tokens
+        chosen = runnable((request.feed for request in self._prefilling), size)
+        prompts = [request for request in self._prefilling if request.feed in chosen]
         self._blocked.clear()
         if (turn or prompts) and not self._forward(turn, prompts):
             self._make_room()
         if self._is_over():
             return []
-        for job in [job for job in self._prefilling if not job.feed.left]:
-            self._prefilling.remove(job)
-            job.fed()
-            self._decoding.append(job)
-            turn.append(job)
-        return [(job.request, token) for job in turn for token in self._emit(job)]
+        for request in [request for request in self._prefilling if not request.feed.left]:
+            self._prefilling.remove(request)
+            request.fed()
+            self._decoding.append(request)
+            turn.append(request)
+        return [(request, token) for request in turn for token in self._emit(request)]
 
     def close(self) -> None:
         """Cancels unfinished requests and closes the sessions made for them.
@@ -508,12 +506,12 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """Ends all unfinished requests with finish "error". REQUIRES: no step runs."""
         if isinstance(error, Exception):
-            told = error
+            failure = error
         else:  # such as SystemExit, of a callback
-            told = RuntimeError(f"a step ended with {type(error).__name__}: {error}")
-            told.__cause__ = error
-        for job in list(self._unfinished.values()):
-            self._finish(job, "error", told)
+            failure = RuntimeError(f"a step ended with {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        for request in list(self._unfinished.values()):
+            self._finish(request, "error", failure)
 
     def _is_over(self) -> bool:
         """Whether the scheduler or its engine is closed, perhaps by another thread."""
@@ -527,8 +525,8 @@ class Scheduler:
         if self._ending is None:
             return
         with _core.Claim(self._stepping) as alone:
-            for job in list(self._unfinished.values()) if alone else ():
-                self._finish(job, self._ending)
+            for request in list(self._unfinished.values()) if alone else ():
+                self._finish(request, self._ending)
 
     def __enter__(self) -> Scheduler:
         return self
@@ -547,9 +545,9 @@ class Scheduler:
             self._finish(self._cancelled.popleft(), "cancelled")
         while (late := self._late()) is not None:
             self._finish(late, "timeout")
-        for job in list(self._decoding):
-            if job.stream.finish is not None:
-                self._finish(job, job.stream.finish)
+        for request in list(self._decoding):
+            if request.stream.finish is not None:
+                self._finish(request, request.stream.finish)
 
     def _finish_closed(self) -> None:
         """Ends requests whose session its owner has closed.
@@ -557,29 +555,31 @@ class Scheduler:
         Of a session that was made here, an interrupt has come behind the close: it is computed
         again.
         """
-        for job in [job for job in self._running_jobs() if job.has_closed_session]:
+        for request in [
+            request for request in self._running_requests() if request.has_closed_session
+        ]:
             if self._is_over():
                 return
-            if job.cancelled:
-                self._finish(job, "cancelled")
-            elif job.suspend():
+            if request.cancelled:
+                self._finish(request, "cancelled")
+            elif request.suspend():
                 with self._queues:
-                    self._remove(job)
-                    self._waiting.add(job)
+                    self._remove(request)
+                    self._waiting.add(request)
             else:
-                told = "the session is closed; use engine.session() or restore()"
-                self._finish(job, "error", InvalidArgumentError(told))
+                message = "the session is closed; use engine.session() or restore()"
+                self._finish(request, "error", InvalidArgumentError(message))
 
-    def _running_jobs(self) -> list[Job]:
+    def _running_requests(self) -> list[Request]:
         return [*self._prefilling, *self._decoding]
 
-    def _late(self) -> Job | None:
+    def _late(self) -> Request | None:
         """A request whose time is over."""
         with self._queues:
-            job = self._deadlines.first()
-        if job is None or job.deadline is None or job.deadline > self.clock():
+            request = self._deadlines.first()
+        if request is None or request.deadline is None or request.deadline > self.clock():
             return None
-        return job
+        return request
 
     def _admit(self) -> None:
         """Admits requests in the order of `WaitingRequests`."""
@@ -590,61 +590,67 @@ class Scheduler:
                 return
             full = self._full_tenants()
             with self._queues:
-                job = self._waiting.next(full)
-            if job is None:
+                request = self._waiting.next(full)
+            if request is None:
                 return
             try:
-                job.admit(self._core, self._make_session)
+                request.admit(self._core, self._make_session)
             except CapacityError as error:
                 if running:
                     with self._queues:
-                        self._waiting.pass_over(job)
+                        self._waiting.pass_over(request)
                     continue
-                self._finish(job, "error", error)
+                self._finish(request, "error", error)
             except ModelChangedError:
                 raise
             except Exception as error:  # only this request ends
                 if self._is_over():
                     return
-                self._finish(job, "error", error)
+                self._finish(request, "error", error)
             else:
                 with self._queues:
-                    self._waiting.admitted(job)
-                if job.state == "prefilling":
-                    self._join_prompts(job)
+                    self._waiting.admitted(request)
+                if request.state == "prefilling":
+                    self._join_prompts(request)
                 else:
-                    self._decoding.append(job)
+                    self._decoding.append(request)
 
     def _full_tenants(self) -> set[str]:
         """Tenants that run as many requests as they may."""
         if self.most_of_one >= self._limit:
             return set()
-        running = Counter(job.tenant for job in self._running_jobs())
+        running = Counter(request.queueing.tenant for request in self._running_requests())
         return {tenant for tenant, count in running.items() if count >= self.most_of_one}
 
-    def _join_prompts(self, job: Job) -> None:
+    def _join_prompts(self, request: Request) -> None:
         """Adds a prompt to those that share rows, as one that was served the least."""
-        feed, others = job.feed, self._prefilling
+        feed, others = request.feed, self._prefilling
         feed.served = min((other.feed.served for other in others), default=0)
-        own = (other.feed.account for other in others if other.tenant == job.tenant)
+        own = (
+            other.feed.account
+            for other in others
+            if other.queueing.tenant == request.queueing.tenant
+        )
         least = min((other.feed.account.served for other in others), default=0)
         feed.account = next(own, None) or Account(least)
-        others.append(job)
+        others.append(request)
 
-    def _forward(self, decoding: list[Job], prompts: list[Job], room: int | None = None) -> bool:
+    def _forward(
+        self, decoding: list[Request], prompts: list[Request], room: int | None = None
+    ) -> bool:
         """Advances these, in one forward or in smaller ones. False if none advanced."""
         try:
             advance(
                 self._core,
-                [job.stream for job in decoding],
-                [job.feed for job in prompts],
+                [request.stream for request in decoding],
+                [request.feed for request in prompts],
                 room=room,
             )
         except CapacityError as error:
             if len(decoding) + len(prompts) > 1:
                 return self._split(decoding, prompts)
             if prompts and room is None:
-                return self._forward([], prompts, self._core.layout.chunk_tokens)
+                return self._forward([], prompts, self._core.facts.layout.chunk_tokens)
             self._blocked.append(((decoding or prompts)[0], error))
             return False
         except ModelChangedError:
@@ -657,7 +663,7 @@ class Scheduler:
             self._finish((decoding or prompts)[0], "error", error)
         return True
 
-    def _split(self, decoding: list[Job], prompts: list[Job]) -> bool:
+    def _split(self, decoding: list[Request], prompts: list[Request]) -> bool:
         """Advances these in two forwards, decode first; a few splits isolate a failing request."""
         if decoding and prompts:
             parts = [(decoding, []), ([], prompts)]
@@ -672,75 +678,77 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Suspends the request admitted last, because no request can advance."""
-        running = sorted(self._running_jobs(), key=lambda job: job.index)
+        running = sorted(self._running_requests(), key=lambda request: request.index)
         if len(running) > 1:
-            for job in reversed(running):
-                if job.suspend():
+            for request in reversed(running):
+                if request.suspend():
                     with self._queues:
-                        self._remove(job)
-                        self._waiting.add(job)
+                        self._remove(request)
+                        self._waiting.add(request)
                     self._full = True
                     return
-        job, error = self._blocked[-1]
-        self._finish(job, "error", error)
+        request, error = self._blocked[-1]
+        self._finish(request, "error", error)
 
-    def _emit(self, job: Job) -> Iterator[Token]:
+    def _emit(self, request: Request) -> Iterator[Token]:
         """Samples and emits the tokens of one request that a forward has made ready."""
-        while job.state == "decoding" and job.stream.live:
-            transcript = job.stream.transcript
+        while request.state == "decoding" and request.stream.live:
+            transcript = request.stream.transcript
             if transcript.closed or not transcript.ready:
                 return
-            if job.cancelled:
+            if request.cancelled:
                 break
             try:
-                token = job.sample()
-                job.emit(token)
+                token = request.sample()
+                request.emit(token)
             except Exception as error:  # of sampling, or of `on_token`
                 if not self._is_over():
-                    self._finish(job, "error", error)
+                    self._finish(request, "error", error)
                 return
             yield token
             if self._is_over():
                 return
-            if job.stream.live and not transcript.closed:
+            if request.stream.live and not transcript.closed:
                 transcript.advance()
-        if job.state == "decoding":
-            self._finish(job, job.stream.finish or "cancelled")
+        if request.state == "decoding":
+            self._finish(request, request.stream.finish or "cancelled")
 
-    def _finish(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
-        if job.completion is None:
+    def _finish(
+        self, request: Request, reason: FinishReason, error: Exception | None = None
+    ) -> None:
+        if request.completion is None:
             with self._queues:
-                self._remove(job)
-            job.finish(reason, error)
-        self._settle(job)
+                self._remove(request)
+            request.finish(reason, error)
+        self._settle(request)
 
-    def _settle(self, job: Job) -> None:
-        """Forgets a finished request, and tells who waits for it. May be called again."""
+    def _settle(self, request: Request) -> None:
+        """Forgets a finished request and calls its `on_finish`. May be called again."""
         self._full = False
         with self._queues:
-            if job.index not in self._unfinished:
+            if request.index not in self._unfinished:
                 return
-            self._deadlines.discard(job)
-            if job.given_session is not None:
-                job.given_session.transcript.scheduled_by = None
+            self._deadlines.discard(request)
+            if request.given_session is not None:
+                request.given_session.transcript.scheduled_by = None
             self._waiting.room_released()
-            self._past += job.done
-            self._planned -= job.planned
-            del self._unfinished[job.index]
-        job.notify()
+            self._past += request.done
+            self._planned -= request.planned
+            del self._unfinished[request.index]
+        request.notify()
 
-    def _remove(self, job: Job) -> None:
-        if self._waiting.discard(job):
+    def _remove(self, request: Request) -> None:
+        if self._waiting.discard(request):
             return
         for queue in (self._decoding, self._prefilling):
-            if job in queue:
-                queue.remove(job)
+            if request in queue:
+                queue.remove(request)
                 return
 
 
 def _open_chunks(core: EngineCore) -> int:
-    """How many sessions' unsealed chunks the pool can hold beside a forward's own; at least 1."""
-    size = core.layout.chunk_tokens
+    """How many sessions' unsealed chunks the pool can hold next to a forward's own; at least 1."""
+    size = core.facts.layout.chunk_tokens
     forward = -(-(size - 1 + core.rows) // size)
     return max(1, core.config.pool_blocks - forward)
 
@@ -751,7 +759,7 @@ def _prompt_of(
     session: Session | None,
     name: str,
 ) -> tuple[TokenIds | PlannedTurn | None, Session | None]:
-    """What a request's text is to be (None: the session's own), and whose session it is in.
+    """The text of a request (None: the session's own), and its session (None: none yet).
 
     Raises InvalidArgumentError: `name` is no prompt, or is for another session.
     """

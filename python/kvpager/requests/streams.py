@@ -9,18 +9,17 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Literal, TypeVar
 
+from kvpager._runtime.scheduling.decode import require_text
 from kvpager.errors import InvalidArgumentError
-from kvpager.requests.completion import RequestCompletion
-from kvpager.requests.request import Request, Token
+from kvpager.requests.request import Request, RequestCompletion, Token
 from kvpager.requests.scheduler import Scheduler
-from kvpager.scheduling.decode import require_text
 
 _Piece = TypeVar("_Piece")
 _log = logging.getLogger(__name__)
 
 
 class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
-    """What one request produces, as it comes: text, or tokens; made by `AsyncScheduler`.
+    """The text or tokens of one request, as they are produced; made by `AsyncScheduler`.
 
     To stop early, call `aclose`, cancel the task or drop the stream: the request is cancelled.
     """
@@ -30,17 +29,17 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
         loop = asyncio.get_running_loop()
         ready: asyncio.Queue[Any] = asyncio.Queue()
 
-        def tell(piece: object) -> None:  # of the thread that steps
+        def send(piece: object) -> None:  # called in the thread that steps
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ready.put_nowait, piece)
 
         def on_token(request: Request, token: Token) -> None:
             piece = request.piece if as_text else token
             if not as_text or piece:
-                tell(piece)
+                send(piece)
 
         # The request does not refer to the stream, so that one that is dropped is cancelled.
-        self.request = submit(on_token, lambda _, completion: tell(completion))
+        self.request = submit(on_token, lambda _, completion: send(completion))
         self._ready = ready
         self._ended = False
         finalizer = weakref.finalize(self, _cancel, self.request)
@@ -74,7 +73,7 @@ class RequestStream(AsyncIterator[_Piece], Generic[_Piece]):
 
     @property
     def completion(self) -> RequestCompletion | None:
-        """What became of the request; None until it is finished."""
+        """The result of the request; None until it is finished."""
         return self.request.completion
 
     async def complete(self) -> RequestCompletion:
@@ -114,7 +113,7 @@ class AsyncScheduler:
 
     Example:
         >>> async with engine.serve() as serving:
-        ...     async for text in serving.chat(session, "Hello"):
+        ...     async for text in serving.chat(engine.session(), "Hello"):
         ...         print(text, end="", flush=True)
     """
 
@@ -131,7 +130,7 @@ class AsyncScheduler:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What its thread steps; any thread may submit to it."""
+        """The scheduler that its thread steps; any thread may submit to it."""
         return self._scheduler
 
     def stream(
@@ -213,6 +212,6 @@ def _step_while_open(scheduler: Scheduler) -> None:
             return
         try:
             scheduler.step_if_open()
-        except BaseException as error:  # whoever waits is told; later requests try again
+        except BaseException as error:  # those that wait get the error; later requests try again
             _log.warning("a step of the scheduler failed: %s", error)
             scheduler.fail(error)

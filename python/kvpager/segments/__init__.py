@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpager._runtime.text.assembly import Assembly
 from kvpager.segments.pieces import Piece
 from kvpager.segments.policies import (
     DEFAULT_REPAIR,
@@ -17,7 +18,6 @@ from kvpager.segments.policies import (
 )
 from kvpager.segments.segment import Segment
 from kvpager.segments.shelf import Segments
-from kvpager.text.assembly import Assembly
 
 __all__ = [
     "DEFAULT_REPAIR",

@@ -8,20 +8,20 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvpager.arguments import listed
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.prefill import prefill_all
+from kvpager._runtime.text.assembly import Assembly
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.arguments import listed
+from kvpager._support.tokens import TokenIds, TokenIdsLike
 from kvpager.errors import InvalidArgumentError, InvariantError
-from kvpager.execution.core import EngineCore
 from kvpager.progress import Progress, reporting
-from kvpager.scheduling.prefill import prefill_all
 from kvpager.segments.pieces import Piece, lay_out, question_of
 from kvpager.segments.policies import DEFAULT_REPAIR, Mask, RepairPolicy, check_policy
 from kvpager.segments.probes import StitchedText
 from kvpager.segments.segment import Segment
 from kvpager.segments.shelf import Segments, as_segment_ids, require_segments
 from kvpager.segments.stitching import Report, Stitcher
-from kvpager.text.assembly import Assembly
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds, TokenIdsLike
 
 Part: TypeAlias = TokenIdsLike | Segment | str
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvpager._support.tokens import TokenIds
 from kvpager.segments.segment import Segment
-from kvpager.tokens import TokenIds
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.arguments import is_number
+from kvpager._support.arguments import is_number
 from kvpager.errors import InvalidArgumentError
 from kvpager.segments.pieces import Piece
 
@@ -177,7 +177,7 @@ class Deviation:
             raise InvalidArgumentError(f"widen is {self.widen!r}; expected a number, 1 or more")
 
     def choose(self, text: Stitched) -> Mask:
-        """Those left after the last layer."""
+        """Chooses the tokens left after the last layer."""
         chosen: Mask = np.array(text.moved)
         last = min(self.layers, text.layers - 1)
         if not self.fraction or not last:  # layer 0 never deviates
@@ -216,7 +216,7 @@ class QueryGuided:
         _check_count("rows", self.rows, least=1)
 
     def choose(self, text: Stitched) -> Mask:
-        """Those with the most attention."""
+        """Chooses the tokens with the most attention."""
         if not self.fraction or not text.moved.any():
             return np.zeros(text.tokens, dtype=np.bool_)
         count = _share(self.fraction, int(text.moved.sum()))

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from kvpager import pager
+from kvpager._runtime.execution.batch import Batch
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.recompute import recomputing_damage, run
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.batch import Batch
-from kvpager.execution.core import EngineCore
-from kvpager.scheduling.recompute import recomputing_damage, run
 from kvpager.segments.pieces import Piece
 from kvpager.segments.policies import KEY, VALUE, Mask, Scores
 from kvpager.segments.stitching import Stitcher
-from kvpager.tokens import TokenIds
 
 KEY_BLOCK = 8192  # keys that queries are multiplied with at a time
 
@@ -51,7 +51,7 @@ class StitchedText:
         """prefix: holds the exact beginning of the text. question: position of the question."""
         self.pieces = tuple(pieces)
         self.tokens = len(text)
-        self.layers = core.layout.layers
+        self.layers = core.facts.layout.layers
         self.moved = np.zeros(len(text), dtype=np.bool_)
         for piece in pieces:
             self.moved[piece.start : piece.stop] = piece.moved

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import CorruptSnapshotError
-from kvpager.segments.segment import Segment, digest_of, old_digest_of
+from kvpager.segments.segment import Segment, digest_of
 from kvpager.stores.segments import SegmentNote
-from kvpager.tokens import TokenIds
 
 
 class SavedSegment(NamedTuple):
@@ -37,7 +37,7 @@ class SavedSegment(NamedTuple):
                 "put in another's place"
             )
         ids = tokens[: note.tokens]
-        if note.digest not in (digest_of(ids), old_digest_of(ids)):
+        if note.digest != digest_of(ids):
             raise CorruptSnapshotError(
                 f"{path}: session.segment.digest is {note.digest}, and that of its token ids is "
                 f"{digest_of(ids)}"

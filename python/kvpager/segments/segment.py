@@ -6,15 +6,14 @@ import hashlib
 
 import numpy as np
 import torch
-import xxhash
 
+from kvpager._runtime.execution.batch import PADDING_TOKEN
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.prefill import prefill_all
+from kvpager._runtime.scheduling.recompute import recomputing_damage
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.batch import PADDING_TOKEN
-from kvpager.execution.core import EngineCore
-from kvpager.scheduling.prefill import prefill_all
-from kvpager.scheduling.recompute import recomputing_damage
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TokenIds
 
 
 class Segment:
@@ -93,16 +92,8 @@ class Segment:
 
 def digest_of(tokens: TokenIds) -> str:
     """Hex digest of token ids (BLAKE2b, 256 bits), resistant to collisions."""
-    return hashlib.blake2b(_bytes_of(tokens), digest_size=32).hexdigest()
-
-
-def old_digest_of(tokens: TokenIds) -> str:
-    """The digest of older releases: it detects damage, but is not resistant to collisions."""
-    return xxhash.xxh3_128_hexdigest(_bytes_of(tokens))
-
-
-def _bytes_of(tokens: TokenIds) -> bytes:
-    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return hashlib.blake2b(ids, digest_size=32).hexdigest()
 
 
 def padded(tokens: TokenIds, chunk_tokens: int) -> TokenIds:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from kvpager import fingerprint as fingerprints
-from kvpager.errors import (
-    InvalidArgumentError,
-    StorageError,
-    UnsupportedModelError,
-)
-from kvpager.execution.core import EngineCore
+from kvpager._model.identity import fingerprint as fingerprints
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.prefill import prefill_all
+from kvpager._runtime.snapshots.freezing import check_store, freeze
+from kvpager._runtime.text.damage import RECOMPUTE, DamageHandling
+from kvpager._runtime.text.transcript import Transcript
+from kvpager._support.tokens import TextOrIds, TokenIds
+from kvpager.errors import InvalidArgumentError, StorageError, UnsupportedModelError
 from kvpager.pager import SnapshotInfo
 from kvpager.progress import Progress, check_progress, reporting_bytes
-from kvpager.scheduling.prefill import prefill_all
 from kvpager.segments.saved import SavedSegment, segment_note
 from kvpager.segments.segment import Segment, digest_of, namespace_of, padded
-from kvpager.snapshots.freezing import check_store, freeze
-from kvpager.snapshots.older import in_todays_terms, salt_of
 from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.stores.names import check_name
 from kvpager.stores.segments import stored_name
-from kvpager.text.damage import RECOMPUTE, DamageHandling
-from kvpager.text.transcript import Transcript
-from kvpager.tokens import TextOrIds, TokenIds
+
+_MOST_NAMED = 8  # of all names, in a message
 
 
 class Segments:
@@ -43,7 +41,7 @@ class Segments:
     def cache(
         self, ids: TextOrIds, name: str | None = None, *, progress: Progress = None
     ) -> Segment:
-        """As `Engine.cache_segment`, with the same `ids`, `name`, `progress` and errors."""
+        """See `Engine.cache_segment`: the same `ids`, `name`, `progress` and errors."""
         core = self.core
         core.check_open()
         check_progress(progress)
@@ -74,7 +72,7 @@ class Segments:
         """
         segment = self._by_name.pop(name, None)
         if segment is None:
-            raise InvalidArgumentError(f"name is {name!r}; expected one of {self._names()}")
+            raise InvalidArgumentError(f"name is {name!r}; expected one of {self._names(name)}")
         segment.close()
 
     def save(
@@ -107,7 +105,7 @@ class Segments:
             stored_name(segment.name),
             store=self._store(store),
             overwrite=overwrite,
-            beside=segment_note(segment),
+            extra=segment_note(segment),
         )
         with reporting_bytes(progress, "save") as report:
             return state.write(report)
@@ -128,10 +126,10 @@ class Segments:
         require_segments(core)
         core.runner.unchanged.check_model(thorough=True)
         source = self._store(store)
-        snapshot = in_todays_terms(core, SnapshotInfo.of(source.open(stored_name(name))))
+        snapshot = SnapshotInfo.of(source.open(stored_name(name)))
         snapshot.require_restorable()
         fingerprints.compare(
-            core.fingerprint, snapshot.fingerprint, can_waive=False, source=snapshot.path
+            core.facts.fingerprint, snapshot.fingerprint, can_waive=False, source=snapshot.path
         )
         saved = SavedSegment.of(snapshot.session, snapshot.tokens, snapshot.path, name)
         known = self._by_name.get(saved.name)
@@ -142,7 +140,7 @@ class Segments:
                 f"name is {saved.name!r}, which is another text here than in the store; call "
                 f"engine.segments.remove({saved.name!r}) first"
             )
-        sequence = core.pager.restore(snapshot, salt=salt_of(snapshot, core.tenant, namespace_of))
+        sequence = core.pager.restore(snapshot, salt=namespace_of(core.tenant.namespace))
         transcript = core.transcripts.adopt(
             sequence,
             restored_tokens=sequence.length,
@@ -158,7 +156,7 @@ class Segments:
         return self._by_digest(name) if found is None else found
 
     def __getitem__(self, name: str) -> Segment:
-        """By name or digest, from memory or from the engine's store.
+        """Finds a segment by name or digest, in memory or in from the engine's store.
 
         Raises:
             InvalidArgumentError: there is no such segment.
@@ -169,12 +167,12 @@ class Segments:
                 found = self.load(name)
             except StorageError as error:
                 raise InvalidArgumentError(
-                    f"segment is {name!r}; expected one of {self._names()}, or one that is saved "
-                    f"in the engine's store ({error})"
+                    f"segment is {name!r}; expected one of {self._names(name)}, or one that is "
+                    f"saved in the engine's store ({error})"
                 ) from error
         if found is None:
             raise InvalidArgumentError(
-                f"segment is {name!r}; expected one of {self._names()}: cache it first with "
+                f"segment is {name!r}; expected one of {self._names(name)}: cache it first with "
                 "engine.cache_segment(ids, name=...)"
             )
         return found
@@ -197,9 +195,11 @@ class Segments:
         if not len(tokens):
             return None
         core = self.core
-        transcript = core.transcripts.adopt(core.pager.sequence(salt=namespace_of(core.namespace)))
+        transcript = core.transcripts.adopt(
+            core.pager.sequence(salt=namespace_of(core.tenant.namespace))
+        )
         try:
-            ids = padded(tokens, core.layout.chunk_tokens)
+            ids = padded(tokens, core.facts.layout.chunk_tokens)
             prefill_all(core, [(transcript, ids)], progress)
         except BaseException:
             transcript.close()
@@ -221,13 +221,20 @@ class Segments:
             )
         return chosen
 
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._by_name)) or "the cached ones, of which there are none"
+    def _names(self, name: str) -> str:
+        """The names there are, for a message about one that is not: of many, those like it."""
+        names = list(self._by_name)
+        if not names:
+            return "the cached ones, of which there are none"
+        if len(names) <= _MOST_NAMED:
+            return ", ".join(map(repr, names))
+        near = difflib.get_close_matches(name, names, n=3) or names[:3]
+        return f"{len(names):,} names, such as {', '.join(map(repr, near))}"
 
 
 def require_segments(core: EngineCore) -> None:
     """Raises UnsupportedModelError for a model whose K/V cannot be moved."""
-    if core.recurrence is not None:
+    if core.facts.recurrence is not None:
         raise UnsupportedModelError(
             "segments: the model has recurrent layers, whose state is a function of all tokens "
             "before it and cannot be put together; prefill the whole text"

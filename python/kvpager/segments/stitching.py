@@ -1,4 +1,4 @@
-"""Writes an assembled text into a sequence: moved K/V as they are, chosen tokens computed anew."""
+"""Writes an assembled text into a sequence: moved K/V as they are, chosen tokens computed again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from kvpager import pager
+from kvpager._runtime.execution.batch import Batch, GivenRows
+from kvpager._runtime.execution.core import EngineCore
+from kvpager._runtime.scheduling.recompute import run
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import CapacityError, InvariantError
-from kvpager.execution.batch import Batch, Given
-from kvpager.execution.core import EngineCore
 from kvpager.pager import READ_DTYPES
-from kvpager.scheduling.recompute import run
 from kvpager.segments.pieces import Piece
 from kvpager.segments.policies import Mask
-from kvpager.tokens import TokenIds
 
 GIVEN_BYTES = 64 << 20  # most K/V given to one forward; at least a chunk's
 POOL_SHARE = 4  # a forward opens at most 1/POOL_SHARE of the pool's blocks, if possible
@@ -42,7 +42,7 @@ class Stitcher:
         self._core = core
         self._pieces = pieces
         self._text = text
-        layout = core.layout
+        layout = core.facts.layout
         self._chunk_tokens = layout.chunk_tokens
         self._most_given = max(layout.chunk_tokens, GIVEN_BYTES // layout.token_bytes)
         self._open_chunks = max(1, core.config.pool_blocks // POOL_SHARE)
@@ -108,7 +108,7 @@ class Stitcher:
                 batch.give(sequence, first, last - first)
         at = start + np.flatnonzero(~live[start:end])
         if len(at):
-            batch.given = Given(self._text[at], *self.moved(at))
+            batch.given = GivenRows(self._text[at], *self.moved(at))
         if batch.used:
             run(core, batch)
             self.forwards += 1
@@ -122,7 +122,7 @@ class Stitcher:
         Returns:
             k [layers, n, kv_heads, k_dim] and v [layers, n, kv_heads, v_dim] on the CPU.
         """
-        layout = self._core.layout
+        layout = self._core.facts.layout
         shape = (layout.layers, len(positions), layout.kv_heads)
         k = torch.empty(*shape, layout.k_dim, dtype=READ_DTYPES[layout.k_dtype])
         v = torch.empty(*shape, layout.v_dim, dtype=READ_DTYPES[layout.v_dtype])

@@ -1,14 +1,19 @@
-"""Bounds on connections: how many there are, and how long one may take without a request."""
+"""Limits of connections: their number, and their time without a request."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
-from collections import Counter
+import socket
+from collections import Counter, deque
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+_TURN = 0.002  # seconds of parsing before others have their turn
+_PIECES = 256, 8192  # bytes parsed at once: few where every byte is a chunk of its body
 _LEAST = 8
 _RESERVED = 128  # descriptors for files, and a quarter of all if that is more
 _BUSY = (
@@ -18,15 +23,15 @@ _BUSY = (
 
 
 class Connections:
-    """The connections of a server, the oldest first. Of the event loop.
+    """The connections of a server, the oldest first. Used by the event loop.
 
     Attributes:
-        head_seconds: in which a request's head has to come, from the last answer on.
-        send_seconds: that a client may leave an answer unread.
+        head_seconds: limit from the last answer to the end of the next request's head.
+        send_seconds: limit of the time that an answer stays unread.
     """
 
     def __init__(self, most: int, head_seconds: float, send_seconds: float) -> None:
-        """most: how many there are at most; fewer if the process may have fewer descriptors."""
+        """most: largest number; fewer if the process may have fewer descriptors."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             most = max(_LEAST, min(most, files - max(_RESERVED, files // 4)))
@@ -34,11 +39,43 @@ class Connections:
         self._most_of_address = max(_LEAST, most // 2)
         self.head_seconds = head_seconds
         self.send_seconds = send_seconds
-        self._open: dict[Connection, str] = {}
+        self._open: dict[Connection | _Handshake, str] = {}
+        self._handshakes: dict[int, _Handshake] = {}  # by descriptor
         self._of_address: Counter[str] = Counter()
+        self._unparsed: deque[Connection] = deque()
 
-    def add(self, connection: Connection, address: str) -> bool:
-        """Takes a connection, for which the oldest without a request goes; False: all have one."""
+    def accept(self, accepted: socket.socket, address: str) -> None:
+        """Counts a connection from now on, when its TLS handshake begins.
+
+        Raises ConnectionAbortedError, as `socket.accept` may, where there is no room for it.
+        """
+        self._shaken(accepted.fileno())  # one that has gone
+        one = _Handshake(accepted)
+        if not self.add(one, address):
+            accepted.close()
+            raise ConnectionAbortedError
+        loop = asyncio.get_running_loop()
+        one.deadline = loop.call_later(self.head_seconds, self._end_handshake, accepted.fileno())
+        self._handshakes[accepted.fileno()] = one
+
+    def _end_handshake(self, descriptor: int) -> None:
+        one = self._handshakes[descriptor]
+        self._shaken(descriptor)
+        one.end()
+
+    def _shaken(self, descriptor: int) -> None:
+        one = self._handshakes.pop(descriptor, None)
+        if one is not None and one.deadline is not None:
+            one.deadline.cancel()
+            self.discard(one)
+
+    def take(self, connection: Connection, descriptor: int, address: str) -> bool:
+        """Adds a connection whose handshake, if it had one, is done."""
+        self._shaken(descriptor)
+        return self.add(connection, address)
+
+    def add(self, connection: Connection | _Handshake, address: str) -> bool:
+        """Adds a connection, after closing the oldest idle one if needed; False if none is idle."""
         if self._of_address[address] >= self._most_of_address and not self._end_oldest(address):
             return False
         if len(self._open) >= self._most and not self._end_oldest(None):
@@ -47,7 +84,7 @@ class Connections:
         self._of_address[address] += 1
         return True
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: Connection | _Handshake) -> None:
         """Forgets a connection. May be called twice."""
         address = self._open.pop(connection, None)
         if address is not None:
@@ -55,24 +92,87 @@ class Connections:
             if not self._of_address[address]:
                 del self._of_address[address]
 
+    def parse_soon(self, connection: Connection) -> None:
+        """Parses what a connection has read, in turns with all that have more than a piece."""
+        if not self._unparsed:
+            connection.loop.call_soon(self._parse, connection.loop)
+        self._unparsed.append(connection)
+
+    def _parse(self, loop: asyncio.AbstractEventLoop) -> None:
+        ends = loop.time() + _TURN
+        while self._unparsed:
+            connection = self._unparsed.popleft()
+            if connection.parse():
+                self._unparsed.append(connection)
+            if loop.time() >= ends:
+                break
+        if self._unparsed:
+            loop.call_soon(self._parse, loop)
+
     def _end_oldest(self, address: str | None) -> bool:
-        """Ends the oldest connection without a request; only of an address, if that is given."""
+        """Closes the oldest connection without a request, of one address if that is given."""
         for one, its in self._open.items():
             if address in (None, its) and not one.answering:
                 self.discard(one)
-                one.transport.abort()
+                one.end()
                 return True
         return False
 
 
+class ListeningSocket(socket.socket):
+    """Counts connections as soon as they are accepted."""
+
+    connections: Connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection, and counts it."""
+        accepted, address = super().accept()
+        self.connections.accept(accepted, address[0] if address else "")
+        return accepted, address
+
+
+class _Handshake:
+    """A connection whose TLS handshake is not done."""
+
+    answering = False
+    deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._socket = accepted
+
+    def end(self) -> None:
+        """Aborts the handshake, if it still runs."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which reads no more while unparsed bytes are left."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if self.is_held:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class Connection(H11Protocol):
-    """uvicorn's, with deadlines for the heads of requests and for the reading of answers."""
+    """uvicorn's protocol, with deadlines for heads of requests and for unread answers.
+
+    Data is parsed a piece at a time, so that others have their turns.
+    """
+
+    flow: _Flow
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._bounds = connections
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._left = bytearray()  # of what was read
+        self._piece = _PIECES[1]
 
     @property
     def answering(self) -> bool:
@@ -80,41 +180,70 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection, or answers 503."""
+        """Adds the connection, or answers 503."""
         super().connection_made(transport)
-        if self._bounds.add(self, self.client[0] if self.client else ""):
+        self.flow = _Flow(transport)
+        descriptor = transport.get_extra_info("socket").fileno()
+        if self._bounds.take(self, descriptor, self.client[0] if self.client else ""):
             self._await_head()
         else:
             transport.write(_BUSY)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Lets go of it."""
+        """Removes the connection."""
         self._bounds.discard(self)
         self._stop_waiting()
+        self._left.clear()
         self.resume_writing()
         super().connection_lost(exc)
 
+    def end(self) -> None:
+        """Closes the connection at once."""
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses the first piece now and the rest soon."""
+        self._left += data
+        if not self.flow.is_held and self.parse():
+            self.transport.pause_reading()
+            self._bounds.parse_soon(self)
+
+    def parse(self) -> bool:
+        """Parses a piece; whether there is more."""
+        began = self.loop.time()
+        piece = bytes(self._left[: self._piece])
+        del self._left[: self._piece]
+        was_held, self.flow.is_held = self.flow.is_held, bool(self._left)
+        if not self.transport.is_closing():
+            super().data_received(piece)
+        is_slow = self.loop.time() - began > _TURN / 4
+        least, most = _PIECES
+        self._piece = max(least, self._piece // 2) if is_slow else min(most, self._piece * 2)
+        if was_held and not self._left and not self.flow.read_paused:
+            self.transport.resume_reading()
+        return bool(self._left)
+
     def handle_events(self) -> None:
-        """Ends the wait for a head that has come."""
+        """Stops the deadline of a head that has come."""
         super().handle_events()
         if self.answering:
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        """Waits for the next head, and no longer for what is left of the last body."""
+        """Starts the deadline of the next head, and drops the rest of the last body."""
         self._await_head()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read what it asked for."""
+        """Starts the deadline of an answer that the client does not read."""
         super().pause_writing()
         if self._unread is None:
             seconds = self._bounds.send_seconds
             self._unread = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Stops that deadline."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -1,7 +1,7 @@
 """Errors as OpenAI's API has them: {"error": {"message", "type", "param", "code"}}.
 
-The openai client waits and tries again for 408, 409, 429 and 5xx, unless `x-should-retry` says
-otherwise; so whatever cannot become better by itself says "false".
+The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` is "false"; so errors that
+a retry cannot help have that header.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from kvpager.errors import (
     FingerprintMismatchError,
     InvalidArgumentError,
     ModelChangedError,
-    NonFiniteError,
     PagerError,
     QueueFullError,
     UnsupportedVersionError,
 )
+from kvpager.stores.bucket import UnreachableError
 
 _log = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 1.0  # where nothing is known about when a place will be free
+RETRY_AFTER_SECONDS = 1.0  # if the time of the next free place is unknown
 _MOST_MESSAGE = 2000  # characters
 TIMEOUT = "timeout"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/])")
 _NEVER = {"x-should-retry": "false"}
+_KINDS = {
+    401: "authentication_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 _CLAUSES = re.compile(r"(; |\. (?=[A-Z])|, or (?=(?:use|give|let|set|configure) ))")
 _PYTHON = re.compile(
     r"\b(?:Engine|PagerConfig|GenerationConfig|Grammar)\b|\b\w+\.\w+\(|\btokenizer\.\w|\w=|_bytes\b"
@@ -43,16 +49,16 @@ _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?= (?:is|has|cannot)\b|:)")
 
 
 class ApiError(Exception):
-    """An error that a client is told.
+    """An error of a response.
 
     Attributes:
-        status: of HTTP.
-        message: what went wrong, and what was expected.
-        kind: OpenAI's `type`.
-        param: the field it concerns.
+        status: HTTP's status.
+        message: the error, and the expected value.
+        kind: OpenAI's `type`, by default that of the status.
+        param: the field.
         code: a word for programs.
-        headers: of the answer.
-        anthropic: the message under /v1/messages, where Anthropic's API has words of its own.
+        headers: of the response.
+        anthropic: the message under /v1/messages, if Anthropic's API words it differently.
     """
 
     def __init__(
@@ -60,25 +66,26 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         anthropic: str | None = None,
     ) -> None:
-        if len(message) > _MOST_MESSAGE:  # as a client may have sent it
+        if len(message) > _MOST_MESSAGE:  # it may quote the request
             message = message[:_MOST_MESSAGE] + "..."
         super().__init__(message)
         self.anthropic = anthropic or message
         self.status = status
         self.message = message
-        self.kind = kind
+        others = "server_error" if status >= 500 else "invalid_request_error"
+        self.kind = kind or _KINDS.get(status, others)
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
+        """Returns the error as JSON values."""
         return {
             "error": {
                 "message": self.message,
@@ -90,23 +97,32 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400, about one field."""
+    """Returns a 400 about one field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, hint: str = "") -> ApiError:
-    """400 for a field that the API has and this server does not implement."""
+    """Returns a 400 for a field of the API that this server does not implement."""
     text = f"{param} is not supported by this server" + (f"; {hint}" if hint else "")
     return ApiError(400, text, param=param, code="unsupported_parameter")
 
 
 def not_found(what: str, name: str, param: str, code: str = "not_found") -> ApiError:
-    """404, of a name."""
+    """Returns a 404 for a name."""
     return ApiError(404, f"{param} is {name!r}; there is no such {what}", param=param, code=code)
 
 
+def session_differs(name: str, param: str, difference: str) -> ApiError:
+    """Returns a 409 for a request that would drop text of the session it names."""
+    text = (
+        f"session_id is {name!r}, and {difference}; expected {param} that begin with the session's "
+        "text, one new user message alone, or session_replace: true to drop the session's text"
+    )
+    return ApiError(409, text, param=param, code="session_differs", headers=_NEVER)
+
+
 def context_exceeded(tokens: int, limit: int, what: str = "messages") -> ApiError:
-    """400 in the words by which agents know that they have to shorten a conversation."""
+    """Returns a 400 in the words that make agents shorten a conversation."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, your {what} resulted in "
@@ -118,7 +134,7 @@ def context_exceeded(tokens: int, limit: int, what: str = "messages") -> ApiErro
 
 
 def context_exceeded_in_characters(count: int, most: int, what: str) -> ApiError:
-    """`context_exceeded`, of a text that is too long to be made tokens."""
+    """Returns `context_exceeded` for a text that is too long to tokenize."""
     return ApiError(
         400,
         f"{what} has {count} characters; expected at most {most}, which is max_prompt_chars: the "
@@ -129,71 +145,74 @@ def context_exceeded_in_characters(count: int, most: int, what: str) -> ApiError
     )
 
 
-def retry_after(seconds: float) -> dict[str, str]:
-    """Headers that ask a client to wait: OpenAI's in milliseconds, HTTP's in whole seconds."""
+def retry_after(seconds: float = RETRY_AFTER_SECONDS) -> dict[str, str]:
+    """Returns headers that make a client wait: OpenAI's (milliseconds) and HTTP's (seconds)."""
     return {
         "retry-after-ms": str(math.ceil(seconds * 1000)),
         "retry-after": str(math.ceil(seconds)),
     }
 
 
-def queue_full(message: str) -> ApiError:
-    """429: the client should come again."""
-    return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="queue_full",
-        headers=retry_after(RETRY_AFTER_SECONDS),
-    )
-
-
 def no_space() -> ApiError:
-    """507: the server's disk is full."""
-    return ApiError(
-        507,
-        "the server's disk is full; delete sessions, or ask its operator for room",
-        kind="server_error",
-        code="insufficient_storage",
-        headers=_NEVER,
-    )
+    """Returns a 507 for a full disk."""
+    text = "the server's disk is full; delete sessions, or ask its operator for room"
+    return ApiError(507, text, code="insufficient_storage", headers=_NEVER)
 
 
-def timed_out() -> ApiError:
-    """408: a request took longer than it may."""
-    return ApiError(
-        408,
-        "the request took longer than request_timeout allows",
-        kind="timeout_error",
-        code=TIMEOUT,
-        headers=_NEVER,
-    )
+def timed_out(
+    message: str = "the request took longer than request_timeout allows",
+    headers: Mapping[str, str] = _NEVER,
+) -> ApiError:
+    """Returns a 408 for a request beyond a time limit."""
+    return ApiError(408, message, code=TIMEOUT, headers=headers)
 
 
 def stopping() -> ApiError:
-    """503: the server ends, or the request was cancelled by another one."""
-    return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
+    """Returns a 503: the server is stopping, or another request cancelled this one."""
+    return ApiError(503, "the request was cancelled", code="cancelled")
 
 
-def of(error: BaseException) -> ApiError:
-    """What a client is told of an error of the engine; an unknown one is 500 and no more."""
+def of(error: BaseException, *, accepted: bool = False) -> ApiError:
+    """Returns the ApiError of an engine's error; an unknown one is a 500 without details.
+
+    accepted: whether the request's arguments were found valid, so that it is no 400 about them.
+    """
     if isinstance(error, ApiError):
         return error
     if getattr(error, "errno", None) in _FULL:
         return no_space()
     text = for_clients(str(error))
-    if not isinstance(error, InvalidArgumentError):
+    if accepted or not isinstance(error, InvalidArgumentError):
         text = without_folders(text)
-    for kind, make in _KNOWN:
-        if isinstance(error, kind):
-            known: ApiError = make(text, error)
-            return known
+    match error:
+        case FingerprintMismatchError():
+            code, field = "fingerprint_mismatch", error.field or None
+            return ApiError(409, text, param=field, code=code, headers=_NEVER)
+        case CorruptSnapshotError() | UnsupportedVersionError():
+            if "on_corrupt" in str(error) and "on_corrupt" not in text:
+                text += '; send on_corrupt: "recompute" to have it computed again'
+            return ApiError(500, text, code="snapshot_damaged", headers=_NEVER)
+        case UnreachableError():
+            return ApiError(503, text, code="store_unavailable", headers=retry_after())
+        case QueueFullError():
+            return ApiError(429, text, code="queue_full", headers=retry_after())
+        case CapacityError():
+            _log.warning("a request found no room: %s", text)  # with settings that would make some
+            text = "other requests and pinned sessions hold the memory that this one's K/V need"
+            return ApiError(503, text, code="out_of_memory", headers=retry_after())
+        case ContextLengthError() if not accepted:
+            return context_exceeded(error.prompt_tokens, error.limit)
+        case InvalidArgumentError() if not (accepted or isinstance(error, ModelChangedError)):
+            found = _FIELD.match(text)
+            return bad_request(text, found.group() if found else None)
+        case PagerError():
+            return ApiError(500, text, code=type(error).__name__, headers=_NEVER)
     _log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal error", kind="server_error", code="internal_error")
+    return ApiError(500, "internal error", code="internal_error")
 
 
 def without_folders(text: str) -> str:
-    """A message without the server's folders: of each absolute path its last part alone."""
+    """Removes the server's folders from a message: absolute paths keep their last part."""
     return _FOLDERS.sub("", text)
 
 
@@ -202,69 +221,3 @@ def for_clients(text: str) -> str:
     first, *others = _CLAUSES.split(text)
     clauses = zip(others[::2], others[1::2], strict=True)
     return first + "".join(end + one for end, one in clauses if not _PYTHON.search(one))
-
-
-def of_accepted(error: BaseException) -> ApiError:
-    """`of`, for a request that was accepted: its arguments were checked, so they are not wrong."""
-    if isinstance(error, InvalidArgumentError):
-        return _server(without_folders(for_clients(str(error))), error)
-    return of(error)
-
-
-def _mismatch(text: str, error: Any) -> ApiError:
-    return ApiError(
-        409,
-        text,
-        kind="conflict_error",
-        param=error.field or None,
-        code="fingerprint_mismatch",
-        headers=_NEVER,
-    )
-
-
-def _damaged(text: str, error: Any) -> ApiError:
-    if "on_corrupt" in str(error) and "on_corrupt" not in text:
-        text += '; send on_corrupt: "recompute" to have it computed again'
-    return ApiError(500, text, kind="server_error", code="snapshot_damaged", headers=_NEVER)
-
-
-def _capacity(text: str, error: Any) -> ApiError:
-    _log.warning("a request found no room: %s", text)  # with settings that would make some
-    return ApiError(
-        503,
-        "other requests and pinned sessions hold the memory that this one's K/V need",
-        kind="server_error",
-        code="out_of_memory",
-        headers=retry_after(RETRY_AFTER_SECONDS),
-    )
-
-
-def _context(text: str, error: Any) -> ApiError:
-    return context_exceeded(error.prompt_tokens, error.limit)
-
-
-def _invalid(text: str, error: Any) -> ApiError:
-    found = _FIELD.match(text)
-    return ApiError(400, text, param=found.group() if found else None)
-
-
-def _server(text: str, error: Any) -> ApiError:
-    return ApiError(500, text, kind="server_error", code=type(error).__name__, headers=_NEVER)
-
-
-def _queue_full(text: str, error: Any) -> ApiError:
-    return queue_full(text)
-
-
-_KNOWN: tuple[tuple[type[BaseException], Any], ...] = (
-    (FingerprintMismatchError, _mismatch),
-    (CorruptSnapshotError, _damaged),
-    (UnsupportedVersionError, _damaged),
-    (QueueFullError, _queue_full),
-    (CapacityError, _capacity),
-    (ModelChangedError, _server),
-    (NonFiniteError, _server),
-    (ContextLengthError, _context),
-    (InvalidArgumentError, _invalid),
-    (PagerError, _server),
-)

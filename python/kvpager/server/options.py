@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from fastapi import Response
 from pydantic import BaseModel
 
+from kvpager._runtime.text.json_values import exact
 from kvpager.errors import InvalidArgumentError
 from kvpager.grammar import Grammar
 from kvpager.server.errors import bad_request, context_exceeded_in_characters
+from kvpager.server.json_limits import check_gbnf, check_schemas, texts_in
 from kvpager.server.routes.caller import Caller
-from kvpager.server.schema.common import Common, Sampled
+from kvpager.server.schema.common import (
+    HEADER,
+    Common,
+    Sampled,
+    SchemaFormat,
+    StructuredOutputs,
+    TextFormat,
+    ignored_fields,
+)
 from kvpager.server.schema.messages import MessagesRequest
-from kvpager.server.schema.neutral import HEADER, ignored_fields
-from kvpager.server.schema_limits import check_schemas
 from kvpager.server.service import Service
 from kvpager.stores.names import check_name
 
 _SEEDS = 1 << 64
-_MINUTES = "30m"
-_DAY = "24h"
-_UNLIMITED = (1 << 31) - 1  # tokens of an answer, which are cut to what the context leaves
+_ANY_OBJECT = {"type": "object"}
+_UNLIMITED = (1 << 31) - 1  # tokens; the context limits them
 
 
-def sampling(service: Service, body: Common | MessagesRequest) -> dict[str, Any]:
-    """temperature, top_p, top_k and min_p; what is not given is the model's own, or plain sampling.
-
-    As with OpenAI and vLLM the temperature is 1 where neither the request nor the model's
-    generation_config says otherwise.
-    """
+def sampling(body: Common | MessagesRequest) -> dict[str, Any]:
+    """Returns the temperature, top_p, top_k and min_p that a request gives."""
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": None if body.top_k is None else max(0, body.top_k),
         "min_p": getattr(body, "min_p", None),
     }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    own = getattr(service.engine.model, "generation_config", None)
-    if getattr(own, "do_sample", False):
-        return {"generation_config": "model", **options}
-    return {"temperature": 1.0, **options}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def sampled(service: Service, body: Sampled) -> dict[str, Any]:
-    """Those of a chat completion or a completion, ends and penalties included."""
-    options = sampling(service, body)
+def sampled(service: Service, body: Common) -> dict[str, Any]:
+    """Returns `sampling` with stops and penalties."""
+    if isinstance(body, Sampled) and body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is given; expected it with stream only", "stream_options")
+    options = sampling(body)
     stops: list[Any] = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     if "" in stops:
         raise bad_request("stop is ''; expected text that is not empty", "stop")
@@ -77,7 +77,7 @@ def sampled(service: Service, body: Sampled) -> dict[str, Any]:
 def headers_of(
     body: BaseModel, session: str | None = None, also_ignored: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Headers of an answer: its session, and the fields that it does not heed."""
+    """Returns headers of a response: its session, and the ignored fields."""
     headers = {} if session is None else {"x-session-id": session}
     if ignored := [*ignored_fields(body), *also_ignored]:
         headers[HEADER] = ", ".join(ignored)
@@ -87,12 +87,12 @@ def headers_of(
 def template_variables(
     service: Service, given: Mapping[str, Any] | None, asked: Mapping[str, tuple[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Variables of the chat template, and the fields that it has no variable for.
+    """Returns variables of the chat template, and the fields that it has no variable for.
 
     Args:
-        service: whose model's template it is.
-        given: the request's own variables, which come first.
-        asked: for each field that wants one: the variable's name and its value.
+        service: has the template.
+        given: the request's own variables, which take precedence.
+        asked: for each field, the variable's name and its value.
     """
     variables, ignored = dict(given or {}), []
     text = str(getattr(service.engine.tokenizer, "chat_template", None) or "")
@@ -107,55 +107,79 @@ def template_variables(
 
 
 def most_new(body: Sampled, *given: int | None) -> int | None:
-    """The most tokens of an answer, of the fields that name it; None: the server's."""
+    """Returns the most tokens of an answer from these fields; None: the server's default."""
     named = next((one for one in (*given, body.n_predict) if one is not None), None)
     return _UNLIMITED if named == -1 else named
 
 
 def grammar_of(body: Sampled) -> Grammar | None:
-    """What vLLM's fields want of the text. Raises ApiError."""
-    asked = body.structured_outputs
-    check_schemas([body.guided_json], "guided_json")
-    check_schemas([{"pattern": body.guided_regex}], "guided_regex")
-    check_schemas([{"enum": body.guided_choice}], "guided_choice")
-    wanted: dict[str, tuple[Callable[[Any], Grammar], Any]] = {
-        "guided_json": (Grammar.json_schema, body.guided_json),
-        "guided_regex": (Grammar.regex, body.guided_regex),
-        "guided_choice": (Grammar.choice, body.guided_choice),
-    }
-    if asked is not None:
-        read = {"pattern": asked.regex, "enum": asked.choice}
-        check_schemas([asked.json_, read], "structured_outputs")
-        wanted["structured_outputs.json"] = (Grammar.json_schema, asked.json_)
-        wanted["structured_outputs.regex"] = (Grammar.regex, asked.regex)
-        wanted["structured_outputs.choice"] = (Grammar.choice, asked.choice)
-        any_object = asked.json_object or None
-        wanted["structured_outputs.json_object"] = (lambda _: Grammar.json_object(), any_object)
-    given = {name: pair for name, pair in wanted.items() if pair[1] is not None}
+    """Returns the grammar that one of several servers' fields asks for. Raises ApiError."""
+    asked = body.structured_outputs or StructuredOutputs()
+    form: Any = body.response_format
+    if isinstance(form, SchemaFormat):
+        form = form.json_schema.schema_
+    elif form is not None:
+        form = None if isinstance(form, TextFormat) else form.schema_ or _ANY_OBJECT
+    wanted: tuple[tuple[str, Callable[[Any], Grammar], Any], ...] = (
+        ("response_format", Grammar.json_schema, form),
+        ("json_schema", Grammar.json_schema, body.json_schema),
+        ("regex", Grammar.regex, body.regex),
+        ("grammar", Grammar.gbnf, body.grammar or None),  # "" is llama.cpp's default
+        ("ebnf", Grammar.gbnf, body.ebnf),
+        ("guided_json", Grammar.json_schema, body.guided_json),
+        ("guided_regex", Grammar.regex, body.guided_regex),
+        ("guided_choice", Grammar.choice, body.guided_choice),
+        ("guided_grammar", Grammar.gbnf, body.guided_grammar),
+        ("structured_outputs.json", Grammar.json_schema, asked.json_),
+        ("structured_outputs.regex", Grammar.regex, asked.regex),
+        ("structured_outputs.choice", Grammar.choice, asked.choice),
+        ("structured_outputs.grammar", Grammar.gbnf, asked.grammar),
+        (
+            "structured_outputs.json_object",
+            Grammar.json_schema,
+            _ANY_OBJECT if asked.json_object else None,
+        ),
+    )
+    given = [one for one in wanted if one[2] is not None]
     if len(given) > 1:
-        raise bad_request(f"{' and '.join(given)} are given; expected one of them", min(given))
-    for name, (make, value) in given.items():
-        with grammar_of_field(name):
-            return make(value)
+        names = [name for name, *_ in given]
+        raise bad_request(f"{' and '.join(names)} are given; expected one of them", names[0])
+    for name, make, value in given:
+        return grammar_of_field(name, make, value)
     return None
 
 
-@contextmanager
-def grammar_of_field(name: str) -> Iterator[None]:
-    """Raises ApiError about the field for a grammar that is refused."""
+def grammar_of_field(name: str, make: Callable[[Any], Grammar], value: Any) -> Grammar:
+    """Returns a grammar whose errors name the field. Raises ApiError if it is too large or bad.
+
+    make: Grammar.json_schema, regex, choice, gbnf or lark.
+    """
+    if make == Grammar.gbnf:
+        check_gbnf(value, name)
+    elif make != Grammar.lark:
+        keyword = {Grammar.regex: "pattern", Grammar.choice: "enum"}.get(make)
+        check_schemas([value if keyword is None else {keyword: value}], name)
     try:
-        yield
+        return replace(make(value), name=name)
     except InvalidArgumentError as error:
         raise bad_request(str(error).replace("grammar", name, 1), name) from error
 
 
-def seed_of(body: Common | MessagesRequest) -> int | None:
-    """The seed, in the range that sampling has."""
-    return None if body.seed is None else body.seed % _SEEDS
+def turn_fields(caller: Caller, body: Common | MessagesRequest) -> dict[str, Any]:
+    """Fields of `ServedTurn` that every endpoint sets alike. Raises ApiError."""
+    return {
+        "service": caller.service,
+        "conversations": caller.conversations,
+        "salt": caller.service.salt(caller.tenant, body.cache_salt),
+        "seed": None if body.seed is None else body.seed % _SEEDS,
+        "priority": _priority(caller, getattr(body, "priority", None)),
+        "replaces": bool(body.session_replace),
+        "on_corrupt": body.on_corrupt or caller.service.settings.on_corrupt,
+    }
 
 
 def choices_of(service: Service, body: Sampled) -> int:
-    """How many answers. Raises ApiError."""
+    """Returns the number of answers. Raises ApiError."""
     count = body.n or 1
     if count > service.settings.max_choices:
         raise bad_request(f"n is {count}; expected 1 to {service.settings.max_choices}", "n")
@@ -168,13 +192,14 @@ def check_prompt(
     tools: Sequence[Mapping[str, Any]] | None,
     instructions: str | None = None,
 ) -> None:
-    """Raises ApiError where messages and tools have more characters than a prompt may have."""
-    count = len(instructions or "") + _characters(tools or ())
-    _check_characters(service, count + sum(map(_characters, messages)), "messages")
+    """Raises ApiError if messages and tools have too many characters for a prompt."""
+    values = [list(messages), tools, instructions]
+    if len(exact(values)) > service.most_characters:  # each character has a byte in it, or several
+        _check_characters(service, sum(map(len, texts_in(values))), "messages")
 
 
 def check_texts(service: Service, texts: Sequence[Any], name: str) -> None:
-    """Raises ApiError for a text that is too long; lists of token ids are none."""
+    """Raises ApiError for a text that is too long; ignores lists of token ids."""
     for number, text in enumerate(texts):
         if isinstance(text, str):
             where = f"{name}[{number}]" if len(texts) > 1 else name
@@ -187,32 +212,42 @@ def _check_characters(service: Service, count: int, name: str) -> None:
         raise context_exceeded_in_characters(count, most, name)
 
 
-def _characters(value: Any) -> int:
-    """Of all texts in a JSON value, names of fields included."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(name) + _characters(one) for name, one in value.items())
-    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
+def kept_fields(body: Common, session: str | None, stored: str | None = None) -> dict[str, Any]:
+    """Fields of `ServedTurn` about the conversation that goes on, and is kept.
+
+    Args:
+        body: names one by a `prompt_cache_key`.
+        session: a name, which comes first.
+        stored: a name, which comes last.
+    """
+    key, ttl = cache_key_name(body), _cache_ttl(body)
+    keep_as = session or (key if ttl is not None else None) or stored
+    return {
+        "continues": session,
+        "hint": key,
+        "keep_as": keep_as,
+        "save": keep_as is not None,
+        "save_ttl": ttl if keep_as == key else None,
+    }
 
 
 def cache_key_name(body: Common) -> str | None:
-    """The name under which a `prompt_cache_key`'s conversation is saved."""
+    """Returns the name of the saved conversation of a `prompt_cache_key`."""
     if body.prompt_cache_key is None:
         return None
     digest = blake2b(body.prompt_cache_key.encode(), digest_size=16, person=b"kvp-cache-key")
     return "key-" + digest.hexdigest()
 
 
-def cache_ttl(body: Common) -> str | None:
-    """How long what is saved for a `prompt_cache_key` lives; None: it is not saved."""
+def _cache_ttl(body: Common) -> str | None:
+    """Returns the lifetime of a `prompt_cache_key`'s conversation; None: it is not saved."""
     options = body.prompt_cache_options
     if options is not None and options.mode == "explicit":
         return None
     if options is not None and options.ttl is not None:
         return options.ttl
-    kept = {"24h": _DAY, "in_memory": None, "in-memory": None}
-    return kept.get(body.prompt_cache_retention or "", _MINUTES)
+    kept = {None: "30m", "24h": "24h", "in_memory": None, "in-memory": None}
+    return kept[body.prompt_cache_retention]
 
 
 def _check_token(service: Service, token: int, name: str) -> None:
@@ -234,7 +269,7 @@ def _biases(service: Service, given: dict[str, float]) -> dict[int, float]:
 
 
 def session_name(field: str | None, header: str | None) -> str | None:
-    """The conversation's name, of the body or of `X-Session-ID`. Raises ApiError."""
+    """Returns the session's name, from the body or `X-Session-ID`. Raises ApiError."""
     if field is not None and header is not None and field != header:
         raise bad_request(
             f"session_id is {field!r}, and X-Session-ID is {header!r}; expected one of them",
@@ -249,20 +284,14 @@ def session_name(field: str | None, header: str | None) -> str | None:
     return name
 
 
-def priority_of(caller: Caller, body: Common) -> int:
-    """Of the request, or its tenant's. Raises ApiError for one before the tenant's own."""
+def _priority(caller: Caller, given: int | None) -> int:
+    """Returns the request's priority, or its tenant's. Raises ApiError if it is lower.
+
+    vllm-router adds 0 to responses, so that it is no claim to come before the tenant's own.
+    """
     own = caller.tenant.priority
-    if body.priority is None:
+    if given == 0 < own:
         return own
-    if caller.service.tenants.needs_keys and body.priority < own:
-        raise bad_request(
-            f"priority is {body.priority}; expected at least {own}, the tenant's", "priority"
-        )
-    return body.priority
-
-
-def json_response(answer: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer as JSON, with null where a field has no value."""
-    return Response(
-        answer.model_dump_json(), media_type="application/json", headers=dict(headers or {})
-    )
+    if given is not None and caller.service.tenants.needs_keys and given < own:
+        raise bad_request(f"priority is {given}; expected at least {own}, the tenant's", "priority")
+    return own if given is None else given

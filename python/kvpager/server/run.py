@@ -21,7 +21,7 @@ from sse_starlette.sse import AppStatus
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.server.app import make_app
-from kvpager.server.connections import Connection, Connections
+from kvpager.server.connections import Connection, Connections, ListeningSocket
 from kvpager.server.service import Service
 from kvpager.server.settings import ServerSettings
 
@@ -37,12 +37,12 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
     """Serves until SIGTERM or SIGINT, which let running requests end.
 
     A second one ends them, and saves those that have a name; a third SIGINT leaves at once.
-    SIGHUP has the keys read again.
+    SIGHUP reads the keys again.
 
-    ready: called with the server's address once connections are taken.
+    ready: called with the server's address once it accepts connections.
 
     Raises:
-        InvalidArgumentError: the address cannot be listened at.
+        InvalidArgumentError: the server cannot listen at the address.
     """
     server = Server(service, ready)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -52,8 +52,8 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
         for number in kept:  # uvicorn raises the first two once more when it has ended
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
-        # What there is now stays: collections that requests cause need not look at it, which takes
-        # half a second of all threads with the modules of torch and transformers.
+        # Objects of torch and transformers stay; a collection that visits them stops all threads
+        # for half a second.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -66,7 +66,7 @@ def serve(service: Service, ready: Callable[[str], object]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Returns whether only this machine can reach an address."""
     return host in _LOOPBACK
 
 
@@ -91,97 +91,92 @@ def logging_to_stderr(level: str) -> Iterator[None]:
             logger.propagate = propagate
 
 
-class Server:
-    """Listens from the time it is made, and answers once it runs."""
+class Server(uvicorn.Server):
+    """Listens once it is made, and answers once it runs."""
 
     def __init__(self, service: Service, ready: Callable[[str], object]) -> None:
         """Arguments and errors: as for `serve`."""
         # Streams end with their requests.
         AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
         settings = service.settings
+        self._service = service
+        self._ready = ready
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._socket = _listen(settings)
-        self._path = settings.uds
         self.url = _url(settings, self._socket)
-        connections = Connections(
+        self.connections = Connections(
             settings.max_connections, settings.header_timeout, settings.send_timeout
         )
+        if settings.ssl_certfile is not None:
+            self._socket = ListeningSocket(fileno=self._socket.detach())
+            self._socket.connections = self.connections
         config = uvicorn.Config(
             make_app(service),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(settings.drain_seconds) + _GRACE_SECONDS,
             backlog=_BACKLOG,
+            loop="asyncio",  # it calls the socket's own `accept`
             ws="none",
-            http=functools.partial(Connection, connections),  # type: ignore[arg-type]
+            http=functools.partial(Connection, self.connections),  # type: ignore[arg-type]
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
         )
-        self._server = _Uvicorn(config, service, lambda: ready(self.url))
+        super().__init__(config)
 
-    def run(self) -> None:
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until it is stopped."""
+        path = self._service.settings.uds
         try:
-            self._server.run(sockets=[self._socket])
+            super().run(sockets or [self._socket])
         finally:
             self._socket.close()
-            if self._path is not None:
-                Path(self._path).unlink(missing_ok=True)
-
-    def reload_keys(self) -> None:
-        """Has the keys read again, as SIGHUP does. Any thread may call it."""
-        self._server.reload_keys()
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Has `run` end, as SIGTERM does. Any thread may call it."""
-        self._server.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn's, which tells when it listens, and the service when it is asked to stop."""
-
-    def __init__(
-        self, config: uvicorn.Config, service: Service, started: Callable[[], object]
-    ) -> None:
-        super().__init__(config)
-        self._service = service
-        self._started = started
-        self._loop: asyncio.AbstractEventLoop | None = None
+        """Ends `run`, as SIGTERM does. Any thread may call it."""
+        self.should_exit = True
 
     def reload_keys(self) -> None:
-        """Has the keys read again. Any thread may call it, and a signal's handler."""
+        """Reads the keys again. Any thread may call it, and a signal's handler."""
         if self._loop is not None and not self._loop.is_closed():
             service = self._service
             self._loop.call_soon_threadsafe(lambda: service.background(service.reload_keys()))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to answer, and says so."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if not self.should_exit:
-            self._started()
+            self._ready(self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends connections while the service ends its requests."""
         stopping = self._service.background(self._service.stop())
         await super().shutdown(sockets)
         await stopping
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        # uvicorn leaves at a second SIGINT without the application's end, in which unfinished work
-        # is saved: here the second one only ends the waiting, and the third is uvicorn's second.
+        """Stops at the first signal. The second one ends the waiting, and the third leaves at once.
+
+        uvicorn leaves at the second one without the application's end, which saves unfinished work.
+        """
         if self.should_exit and not self._service.hurried:
-            self._service.hurry()
+            self._service.hurried = True
         else:
             super().handle_exit(sig, frame)
 
 
 def check_places(settings: ServerSettings) -> None:
-    """Raises InvalidArgumentError if nothing can listen there, or the certificate is none."""
+    """Raises InvalidArgumentError if nothing can listen there, or the certificate is invalid."""
     _listen(settings).close()
     if settings.uds is not None:
         Path(settings.uds).unlink()
     if settings.ssl_certfile is not None:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            # A key that wants a password would wait for one at the terminal.
+            # A key with a password would prompt at the terminal.
             context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: "")
         except OSError as error:
             raise InvalidArgumentError(
@@ -216,7 +211,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 def _listen_at_path(path: str) -> socket.socket:
-    """Listens at a Unix socket, in the place of one that a server left behind."""
+    """Listens at a Unix socket, and replaces one that a server left behind."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_left(path):
@@ -236,7 +231,7 @@ def _listen_at_path(path: str) -> socket.socket:
 
 
 def _is_left(path: str) -> bool:
-    """Whether there is a socket at which nobody listens."""
+    """Returns whether there is a socket without a listener."""
     try:
         if not Path(path).is_socket():
             return False

@@ -1,4 +1,4 @@
-"""What `kvpager serve` can be told, beside the model and the pager."""
+"""Options of `kvpager serve` other than those of the model and the pager."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from kvpager.arguments import refusal
-from kvpager.errors import InvalidArgumentError
-from kvpager.option_table import (
+from kvpager._runtime.text.template_input import CONTROL_TOKENS
+from kvpager._runtime.text.tool_calls import FORMATS
+from kvpager._support.arguments import refusal, usable_path
+from kvpager._support.option_table import (
     Validated,
     choice,
     explain,
@@ -22,12 +23,11 @@ from kvpager.option_table import (
     option,
     size,
 )
-from kvpager.paths import usable_path
+from kvpager._support.remembered import data_folder
+from kvpager.errors import InvalidArgumentError
 from kvpager.server.strangers import is_host, is_origin
 from kvpager.server.tenants import Tenant
 from kvpager.stores.settings import parse_ttl
-from kvpager.text.template_input import CONTROL_TOKENS
-from kvpager.text.tool_calls import FORMATS
 
 AUTO, OFF = "auto", "off"
 MIB = 1 << 20
@@ -145,39 +145,55 @@ class ServerSettings(Validated):
     )
     store: str = option(
         name(),
-        'folder where conversations are saved; "auto": one for each model in the user\'s data '
-        'folder; "off": nothing is saved, and restarts forget',
+        "where conversations are saved: a folder, or a bucket such as s3://BUCKET/PREFIX; "
+        '"auto": a folder for each model in the user\'s data folder; "off": nothing is saved, and '
+        "restarts forget",
         AUTO,
     )
-    store_budget: int = option(size(), "most bytes on disk of one tenant's store", 10 << 30)
+    store_budget: int = option(
+        size(), "most bytes on disk of one tenant's store; of a bucket, of its cache", 10 << 30
+    )
     store_ttl: str = option(
         ('a duration such as "7d", or "never"', _lifetime),
         "how long a saved conversation lives after its last use",
         "30d",
     )
+    store_key: str | None = option(
+        ("the path of a file, or None", _file),
+        "file with the master key that encrypts the stores, 64 hexadecimal digits, older keys on "
+        "further lines; each tenant has a key of its own",
+        None,
+    )
+    shared_store: bool = option(
+        flag(),
+        "whether other servers use the store too: then conversations without a name are saved as "
+        "well, and each server can go on with those of the others",
+        False,
+    )
     kept_sessions: int = option(
         integer(1, 1 << 20),
-        "most conversations that stay in memory after their last answer, and never more than a "
-        "quarter of the pool has chunks; others are restored from the store when they go on",
-        256,
+        "most conversations that stay in memory after their last answer; fewer where their chunks "
+        "fill three quarters of host_bytes and disk_bytes; others are restored from the store when "
+        "they go on",
+        1024,
     )
     max_running: int | None = option(
         integer(1, 4096, none="one per row of a forward"), "most requests that run at once", None
     )
     max_waiting: int = option(
         integer(0, 1 << 20),
-        "most requests of a tenant that wait; further ones are told to come again",
+        "most requests of a tenant that wait; further requests get 429",
         1024,
     )
     max_tokens: int = option(
-        integer(1, 1 << 30), "most tokens of an answer where the request names no number", 1024
+        integer(1, 1 << 30), "most tokens of an answer if the request sets no limit", 1024
     )
     max_choices: int = option(integer(1, 1024), "largest n", 16)
     max_request_bytes: int = option(size(), "largest body of a request", 32 * MIB)
     max_prompt_chars: int | None = option(
         integer(1, 1 << 40, none="16 for each token of the model's context, at least 65536"),
-        "most characters of a request's messages, or of a prompt; what has more is refused before "
-        "it is made tokens",
+        "most characters of a request's messages, or of a prompt; more are refused before "
+        "they are tokenized",
         None,
     )
     read_timeout: float = option(
@@ -193,8 +209,7 @@ class ServerSettings(Validated):
     )
     header_timeout: float = option(
         number(0.1, 1e9),
-        "seconds in which the head of a request has to come, from the connection or the last "
-        "answer on",
+        "seconds from the connection or the last answer to the end of the next request's head",
         20.0,
     )
     send_timeout: float = option(
@@ -210,11 +225,13 @@ class ServerSettings(Validated):
         number(0, 1e9), "seconds from a request to its end, the wait included; 0: no limit", 0.0
     )
     drain_seconds: float = option(
-        number(0, 1e6), "how long running requests may go on when the server is asked to stop", 30.0
+        number(0, 1e6),
+        "seconds that running requests may continue after the server is asked to stop",
+        30.0,
     )
     on_corrupt: str = option(
         choice(("fail", "recompute")),
-        "what becomes of a saved conversation with a damaged chunk, where the request does not say",
+        "handling of a saved conversation with a damaged chunk, unless the request sets it",
         "fail",
     )
     tool_calls: str = option(
@@ -232,7 +249,7 @@ class ServerSettings(Validated):
     log_level: str = option(choice(LOG_LEVELS), "what is logged to stderr", "info")
     otlp_endpoint: str | None = option(
         ("an http:// or https:// address, or None", _address),
-        "OpenTelemetry collector that is sent spans of requests by OTLP over HTTP, such as "
+        "OpenTelemetry collector for spans of requests, by OTLP over HTTP, such as "
         "http://localhost:4318; None: none",
         None,
     )
@@ -242,6 +259,10 @@ class ServerSettings(Validated):
         super().__post_init__()
         if self.store not in (AUTO, OFF):
             usable_path(self.store, "ServerSettings.store")
+        if self.shared_store and self.store == OFF:
+            raise InvalidArgumentError(
+                "ServerSettings.shared_store is True, and store is 'off'; expected a folder"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidArgumentError(
                 f"ServerSettings.ssl_keyfile is {self.ssl_keyfile!r}, and ssl_certfile is None; "
@@ -249,17 +270,16 @@ class ServerSettings(Validated):
             )
 
     def store_budget_of(self, tenant: Tenant) -> int:
-        """Most bytes of a tenant's store, and of one snapshot that it imports."""
+        """Returns the most bytes of a tenant's store, and of one snapshot that it imports."""
         return self.store_budget if tenant.store_budget is None else tenant.store_budget
 
     def store_path(self, model: str) -> str | None:
-        """The folder of its stores, for a model of this name; None: nothing is saved."""
+        """Returns the folder of the stores for a model of this name; None: nothing is saved."""
         if self.store == OFF:
             return None
         if self.store != AUTO:
             return self.store
-        data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-        return str(Path(data) / "kvpager" / "serve" / _as_file_name(model))
+        return str(data_folder() / "serve" / _as_file_name(model))
 
 
 def _as_file_name(model: str) -> str:

@@ -1,4 +1,4 @@
-"""Refuses requests that a web site had a browser send: by Host, by Origin, and by content type.
+"""Refuses requests that a foreign web page sends: by Host, by Origin, and by content type.
 
 A page of any site may have its visitor's browser send requests to this machine. It cannot choose
 the Host header, except by a name of its own that leads here (DNS rebinding), nor the Origin header;
@@ -11,10 +11,12 @@ import re
 import socket
 from collections.abc import Collection, Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
-
-from starlette.types import Scope
+from typing import TYPE_CHECKING
 
 from kvpager.server.errors import ApiError, bad_request
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 ANY = "*"
 READING = ("GET", "HEAD", "OPTIONS")
@@ -23,22 +25,20 @@ _ORIGIN = re.compile(r"(https?)://(.+)")
 _PORTS = {"http": "80", "https": "443"}
 _OF_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 _MEDIA_TYPE = re.compile(r"[\w!#$%&'*+.^`|~-]+/[\w!#$%&'*+.^`|~-]+")
-# Headers that no page can send to another origin unless that allows it.
-_CUSTOM = (b"authorization", b"x-api-key", b"x-session-id", b"x-requested-with")
-# What a browser adds by itself, so that its absence means another client.
-_OF_BROWSERS = (b"origin", b"referer", b"cookie", b"sec-fetch-site", b"sec-fetch-mode")
+# Headers that no page can send to another origin unless that allows it, and no proxy adds.
+_CUSTOM = re.compile(rb"x-kvpager|x-api-key|x-session-id|x-requested-with|x-stainless-.+")
 
 Address = IPv4Address | IPv6Address
 
 
 class Strangers:
-    """Decides which requests come from a page that this server knows nothing of."""
+    """Detects requests of foreign web pages."""
 
     def __init__(self, host: str, allowed_hosts: Collection[str], origins: Collection[str]) -> None:
-        """Makes it.
+        """Sets the names of this server and the allowed origins.
 
         Args:
-            host: the address that is listened at.
+            host: the address that the server listens at.
             allowed_hosts: names that the Host header may have; none: those of this machine; "*" is
                 any, and "*.example.com" any below example.com.
             origins: of other sites whose pages may use the server; "*": all.
@@ -48,7 +48,7 @@ class Strangers:
         self._origins = {_origin(one) or one for one in origins}
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """The error that a request gets; None for one that nothing speaks against."""
+        """Returns the error of a request; None if it is allowed."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         host = _joined(headers, b"host")
         if not self._is_own(host):
@@ -64,10 +64,11 @@ class Strangers:
                 return _foreign(f"the Origin header is {origin!r}, another site")
             if site not in (None, "same-origin", "none") and not _shows_page(scope):
                 return _foreign(f"the Sec-Fetch-Site header is {site!r}")
-        return None if scope["method"] in READING else _refusal_of_form(headers)
+        # Browsers send a preflight before every other method that changes something.
+        return _refusal_of_form(headers) if scope["method"] == "POST" else None
 
     def _is_own(self, host: str | None) -> bool:
-        """Whether a Host header names this server."""
+        """Returns whether a Host header names this server."""
         if ANY in self._names:
             return True
         found = _HOST.fullmatch(host or "")
@@ -79,7 +80,7 @@ class Strangers:
         address = _address(name)
         if address is None or self._address is None:
             return False
-        # An address is no name that a stranger could lead elsewhere.
+        # DNS rebinding needs a name, so an address is safe.
         if self._address.is_unspecified:
             return not address.is_unspecified
         return address == self._address or (self._address.is_loopback and address.is_loopback)
@@ -89,7 +90,7 @@ class Strangers:
 
 
 def own_names(host: str) -> list[str]:
-    """Names of this machine for a server that listens at an address.
+    """Returns names of this machine for a server that listens at an address.
 
     host: the address. Where other machines can reach it, the machine's own name is among them.
     """
@@ -104,12 +105,12 @@ def own_names(host: str) -> list[str]:
 
 
 def is_origin(value: str) -> bool:
-    """Whether a text is an origin such as https://example.com:8443, or "*"."""
+    """Returns whether a text is an origin such as https://example.com:8443, or "*"."""
     return value in (ANY, "null") or _origin(value) is not None
 
 
 def is_host(value: str) -> bool:
-    """Whether a text is a name that a Host header may have, "*.example.com", or "*"."""
+    """Returns whether a text is a name that a Host header may have, "*.example.com", or "*"."""
     return value == ANY or bool(_HOST.fullmatch(value.removeprefix("*."))) or bool(_address(value))
 
 
@@ -122,21 +123,33 @@ def _foreign(found: str) -> ApiError:
 
 
 def _refusal_of_form(headers: Iterable[tuple[bytes, bytes]]) -> ApiError | None:
-    """Refuses what a page can send without asking first: a form, plain text, or no type at all."""
-    present = {name for name, value in headers if value.strip()}
+    """Refuses content types that a page can send without preflight: forms, plain text, none."""
     kinds = [value.decode("latin-1") for name, value in headers if name == b"content-type"]
     if len(kinds) == 1:
         kind = kinds[0].split(";")[0].strip().lower()
         if _MEDIA_TYPE.fullmatch(kind) and kind not in _OF_FORMS:
             return None
-    elif not kinds and (present.intersection(_CUSTOM) or not present.intersection(_OF_BROWSERS)):
+    elif not kinds and any(_is_custom(name, value) for name, value in headers):
         return None
     given = repr(", ".join(kinds)) if kinds else "missing"
-    return bad_request(f"content-type is {given}; expected 'application/json'")
+    return bad_request(
+        f"content-type is {given}; expected 'application/json', of a snapshot "
+        "'application/octet-stream', or without a body the header X-Kvpager: 1"
+    )
+
+
+def _is_custom(name: bytes, value: bytes) -> bool:
+    """Returns whether a header proves that no foreign page sent the request.
+
+    A browser sends a password of HTTP's own by itself, but no other Authorization.
+    """
+    if name == b"authorization":
+        return value.strip().lower().startswith(b"bearer ")
+    return bool(_CUSTOM.fullmatch(name) and value.strip())
 
 
 def _shows_page(scope: Scope) -> bool:
-    """Whether a request has a browser show the server's page, as by a link from elsewhere."""
+    """Returns whether a browser navigates to the server's page, as by a link from elsewhere."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     navigates = _joined(headers, b"sec-fetch-mode") == "navigate"
     inside = _joined(headers, b"sec-fetch-dest") not in (None, "document")
@@ -144,13 +157,13 @@ def _shows_page(scope: Scope) -> bool:
 
 
 def _joined(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
-    """The values of a header; several of them in one text, which nothing allows."""
+    """Returns a header's joined values; nothing allows several of them."""
     values = [value.decode("latin-1") for key, value in headers if key == name]
     return ", ".join(values) if values else None
 
 
 def _name(text: str) -> str:
-    """A name without brackets and final dot, in lower case; an address as Python writes it."""
+    """Normalizes a name: no brackets or final dot, lower case; addresses as Python writes them."""
     plain = text.strip("[]").rstrip(".").lower()
     address = _address(plain)
     return plain if address is None else str(address)
@@ -168,13 +181,13 @@ def _address(text: str) -> Address | None:
 
 
 def _origin(text: str) -> tuple[str, str] | None:
-    """The name and port of an origin; None if it is none."""
+    """Returns the name and port of an origin; None if the text is not an origin."""
     found = _ORIGIN.fullmatch(text.lower())
     return None if found is None else _place(found[2], found[1])
 
 
 def _place(host: str | None, origin: str) -> tuple[str, str] | None:
-    """The name and port of a Host header; its default port is that of an origin's scheme."""
+    """Returns the name and port of a Host header; the origin's scheme sets the default port."""
     found = _HOST.fullmatch(host or "")
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Whose request it is: API keys, each of a tenant with a salt, a store and limits of its own."""
+"""Tenants and their API keys; each tenant has its own salt, store and limits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpager.arguments import refusal
+from kvpager._support.arguments import refusal
+from kvpager._support.option_table import parse_bytes
 from kvpager.errors import InvalidArgumentError
-from kvpager.option_table import parse_bytes
 from kvpager.server.errors import ApiError, retry_after
 
 ANONYMOUS = "default"
@@ -23,14 +23,14 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who shares chunks, snapshots and names.
+    """A group of clients that share chunks, snapshots and names.
 
     Attributes:
-        name: also of its folder.
-        salt: enters the names of its chunks; empty for the engine's own.
+        name: also its folder's.
+        salt: part of the names of its chunks; empty: the engine's own.
         store_budget: most bytes of its store; None: the server's setting.
         requests_per_minute: None: no limit.
-        priority: of its requests, where they name none; a lower one is served earlier.
+        priority: default of its requests; lower is earlier.
     """
 
     name: str = ANONYMOUS
@@ -42,7 +42,7 @@ class Tenant:
 
 @dataclass
 class Tenants:
-    """The tenants of a server, by their keys' digests; without keys everybody is one.
+    """The tenants of a server by their keys' digests; without keys there is one for all.
 
     REQUIRES: used by one thread.
     """
@@ -55,11 +55,11 @@ class Tenants:
         """Reads a YAML file with a list of {key or key_sha256, tenant, ...}; none for None.
 
         Args:
-            path: of the file.
-            key: one more key, of the tenant "default".
+            path: the file.
+            key: one more key, for the tenant "default".
 
         Raises:
-            InvalidArgumentError: it is no such list; names the entry and the field.
+            InvalidArgumentError: about the entry and the field that are wrong.
         """
         more = {} if key is None else {_digest(key): Tenant()}
         if path is None:
@@ -89,40 +89,36 @@ class Tenants:
         return cls(more | by_digest)
 
     def renewed(self, other: Tenants) -> Tenants:
-        """Other tenants, with the counts of recent requests from these."""
+        """Returns other tenants with these tenants' counts of recent requests."""
         return Tenants(other.by_digest, self._recent)
 
     @property
     def needs_keys(self) -> bool:
-        """Whether a request needs a key."""
+        """Returns whether a request needs a key."""
         return bool(self.by_digest)
 
     def all(self) -> list[Tenant]:
-        """Every tenant once."""
+        """Returns every tenant once."""
         return list({one.name: one for one in self.by_digest.values()}.values()) or [Tenant()]
 
     def of(self, key: str | None) -> Tenant:
-        """The tenant of a key. Raises ApiError 401."""
+        """Returns the tenant of a key. Raises ApiError 401."""
         if not self.needs_keys:
             return Tenant()
         if key is not None:
             digest = _digest(key)
-            for (
-                known,
-                tenant,
-            ) in self.by_digest.items():  # all of them, in a time that tells nothing
+            for known, tenant in self.by_digest.items():
                 if hmac.compare_digest(known, digest):
                     return tenant
         raise ApiError(
             401,
             "the API key is missing or unknown; expected the header `Authorization: Bearer KEY`",
-            kind="authentication_error",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
 
     def count(self, tenant: Tenant, now: float | None = None) -> None:
-        """Counts a request. Raises ApiError 429 where the tenant had too many in this minute."""
+        """Counts a request. Raises ApiError 429 beyond the tenant's limit for a minute."""
         most = tenant.requests_per_minute
         if most is None:
             return
@@ -135,7 +131,6 @@ class Tenants:
             raise ApiError(
                 429,
                 f"tenant {tenant.name!r} has sent {most} requests within a minute, its limit",
-                kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers=retry_after(wait),
             )

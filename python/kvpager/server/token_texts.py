@@ -1,16 +1,16 @@
-"""Tokens and their log-probabilities, as chat completions and completions show them."""
+"""Texts and log-probabilities of tokens in chat completions and completions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
+from kvpager._runtime.scheduling.stream import GeneratedToken
+from kvpager._runtime.text.token_bytes import BROKEN
+from kvpager._runtime.text.tokenizer import Detokenizer, Tokenizer
+from kvpager._support.tokens import TokenIds
 from kvpager.sampling import Alternatives
-from kvpager.scheduling.stream import GeneratedToken
 from kvpager.server.schema.chat import LogprobEntry, TokenLogprob
-from kvpager.text.token_bytes import BROKEN
-from kvpager.text.tokenizer import Detokenizer, Tokenizer
-from kvpager.tokens import TokenIds
 
 
 class TokenTexts:
@@ -25,25 +25,25 @@ class TokenTexts:
         self.text = lru_cache(maxsize=1 << 16)(self._text)
 
     def first(self, token: int) -> str:
-        """The text of a token with which a text begins."""
+        """Returns the text of a token at the beginning of a text."""
         return self._decode([token])
 
     def name(self, token: int) -> str:
-        r"""The token's text, or `bytes:\xe2\x82` of one that is no whole characters."""
+        r"""Returns the token's text, or `bytes:\xe2\x82` if it is not whole characters."""
         text = self.text(token)
         data = self.tokenizer.bytes.of(token) if BROKEN in text else None
         return text if data is None or _is_text(data) else _spelled(data)
 
     def beginning(self, tokens: Sequence[int]) -> int | None:
-        """The place of the token with which a text begins: the first that is not special."""
+        """Returns the index of the first token that is not special."""
         return next((i for i, one in enumerate(tokens) if one not in self._special), None)
 
     def named(
         self, own: str, chosen: int, logprob: float, alternatives: Alternatives
     ) -> dict[str, float]:
-        """Log-probabilities by name: of alternatives, and of the chosen token, as OpenAI has it.
+        """Returns log-probabilities by name: of alternatives and, as OpenAI, of the chosen token.
 
-        No two tokens have one name, so that none is lost. own: the chosen token's.
+        Names are unique, so that no token is lost. own: the chosen token's name.
         """
         named: dict[str, float] = {}
         for one, value in alternatives:
@@ -57,7 +57,7 @@ class TokenTexts:
         return named
 
     def entry(self, token: int, logprob: float) -> LogprobEntry:
-        """A token and its log-probability."""
+        """Returns a token and its log-probability."""
         text = self.text(token)
         data = self.tokenizer.bytes.of(token) if BROKEN in text else None
         return LogprobEntry(
@@ -65,14 +65,10 @@ class TokenTexts:
         )
 
     def chosen(self, token: GeneratedToken) -> TokenLogprob:
-        """A generated token with its alternatives."""
+        """Returns a generated token with its alternatives."""
         entry = self.entry(token.id, token.logprob)
-        return TokenLogprob(
-            token=entry.token,
-            logprob=entry.logprob,
-            bytes=entry.bytes,
-            top_logprobs=[self.entry(one, logprob) for one, logprob in token.top],
-        )
+        top = [self.entry(one, logprob) for one, logprob in token.top]
+        return TokenLogprob(**entry.model_dump(), top_logprobs=top)
 
     def _text(self, token: int) -> str:
         alone, before = self._decode([token]), self._context
@@ -83,7 +79,7 @@ class TokenTexts:
 
     @cached_property
     def _context(self) -> int | None:
-        """A plain word, to decode tokens behind."""
+        """A plain word that tokens are decoded after."""
         for token in range(len(self.tokenizer.wrapped)):
             text = self._decode([token])
             if text.isascii() and text.isalpha() and token not in self._special:
@@ -105,22 +101,22 @@ class TextOffsets:
     """
 
     def __init__(self, texts: TokenTexts, before: TokenIds | None = None, start: int = 0) -> None:
-        """before: the tokens before the first one. start: where the first one begins."""
+        """before: the tokens before the first one. start: offset of the first one."""
         self._texts = texts
         self._pieces = Detokenizer(texts.tokenizer, before)
         self._next = start
 
     def push(self, token: int) -> int:
-        """Of the next token."""
+        """Returns the offset of the next token."""
         offset, piece = self._next, self._pieces.push(token)
         self._next += len(piece)
         own = self._texts.text(token)
-        # Behind what stays broken, since no token has completed it.
+        # After broken characters that no token has completed.
         behind = BROKEN not in own and piece.startswith(BROKEN) and piece.endswith(own)
         return self._next - len(own) if behind else offset
 
     def all(self, tokens: Iterable[int]) -> list[int]:
-        """Of the next tokens."""
+        """Returns the offsets of the next tokens."""
         return [self.push(token) for token in tokens]
 
 

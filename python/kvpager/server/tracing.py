@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one for each request, and one for each part of its time.
 
-Without an SDK that collects them they cost nothing. Names of attributes are those of
+Without an SDK they cost nothing. Names of attributes are those of
 OpenTelemetry's conventions for generative AI where it has one, and begin with `kvpager.` elsewhere.
 No span has the text of a prompt or an answer.
 """
@@ -10,27 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
-from kvpager._version import __version__
+from kvpager import __version__
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from kvpager.requests.completion import RequestCompletion
+    from kvpager.requests.request import RequestCompletion
     from kvpager.server.errors import ApiError
 
-_NEEDED = (
-    "opentelemetry.sdk",
-    "opentelemetry.exporter.otlp.proto.http",
-    "opentelemetry.instrumentation.fastapi",
-)
-_NOT_TRACED = "health$,ready$,version$,metrics$,events"  # asked for again and again
+_NOT_TRACED = "health$,ready$,version$,metrics$,events"  # polled endpoints
 _tracer = trace.get_tracer("kvpager.server", __version__)
 
 
@@ -38,7 +32,7 @@ class RequestSpan:
     """The span of one request, from its check to its end. Any thread may use it."""
 
     def __init__(self, model: str, **attributes: Any) -> None:
-        """Begins it. attributes: None where something was not given."""
+        """Begins the span. attributes: None where the request sets none."""
         known = {name: value for name, value in attributes.items() if value is not None}
         self._span = _tracer.start_span(
             f"generate {model}",
@@ -52,17 +46,17 @@ class RequestSpan:
 
     @contextmanager
     def part(self, name: str) -> Iterator[Span]:
-        """A span of a part of it, around the work."""
+        """Wraps a part of the work in a child span."""
         with _tracer.start_as_current_span(name, self._context) as span:
             yield span
 
     def choice(
         self, number: int, completion: RequestCompletion, consumed: int, recomputed: int
     ) -> None:
-        """A choice ended now: its time in the queue, of the prompt, and of its tokens.
+        """Adds the spans of a choice that ended now: queue, prefill and decode.
 
-        number: of the choice, from 0. consumed: restored tokens that replaced a prefill of its.
-        recomputed: damaged ones.
+        number: of the choice, from 0. consumed: restored tokens that replaced a prefill.
+        recomputed: tokens of damaged chunks.
         """
         ended = time.time_ns()
         submitted = ended - _ns(completion.total_s)
@@ -97,12 +91,12 @@ class RequestSpan:
             )
 
     def failed(self, error: ApiError) -> None:
-        """Notes the error that the client is told."""
+        """Records the error of the response."""
         self._span.set_attribute("error.type", str(error.code or error.kind))
         self._span.set_status(Status(StatusCode.ERROR, error.kind))
 
     def end(self) -> None:
-        """Ends it; further calls do nothing."""
+        """Ends the span; further calls do nothing."""
         if self._span.is_recording():
             self._span.end()
 
@@ -123,27 +117,28 @@ _NAMES = {
 
 @contextmanager
 def exported(endpoint: str | None) -> Iterator[None]:
-    """Sends spans to a collector by OTLP over HTTP while it is open; None: to none.
+    """Sends spans to a collector by OTLP over HTTP while it is open; None: sends none.
 
     endpoint: of all signals, such as http://localhost:4318. What else there is to set is read from
     OpenTelemetry's environment variables, such as OTEL_TRACES_SAMPLER and
     OTEL_EXPORTER_OTLP_HEADERS.
 
     Raises:
-        InvalidArgumentError: what it needs is not installed.
+        InvalidArgumentError: a package that it needs is missing.
     """
     if endpoint is None:
         yield
         return
-    missing = [name for name in _NEEDED if not _installed(name)]
-    if missing:
+    try:
+        import opentelemetry.instrumentation.fastapi  # noqa: F401  # for `trace_http`
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
         raise InvalidArgumentError(
-            f"otlp_endpoint needs {', '.join(missing)}; pip install '.[tracing]' in a checkout"
-        )
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            f"otlp_endpoint needs {error.name}; pip install '.[tracing]' in a checkout"
+        ) from error
 
     described = Resource.create({"service.name": "kvpager", "service.version": __version__})
     provider = TracerProvider(resource=described)
@@ -157,19 +152,12 @@ def exported(endpoint: str | None) -> Iterator[None]:
 
 
 def trace_http(app: FastAPI) -> None:
-    """Gives every HTTP request a span too, a child of the client's where it sends its own."""
+    """Adds a span for every HTTP request, a child of the client's span if it sends one."""
     from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 
     FastAPIInstrumentor.instrument_app(
         app, excluded_urls=_NOT_TRACED, exclude_spans=["receive", "send"]
     )
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _ns(seconds: float) -> int:

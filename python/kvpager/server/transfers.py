@@ -1,97 +1,95 @@
-"""Snapshot files on their way to a client or from one, a few at a time."""
+"""Exports and imports of snapshot files, a few at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import fcntl
-import os
-import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
 from kvpager.server.errors import ApiError, no_space, retry_after
 
-_PREFIX = "kvpager-transfer-"
-_LOCK = "lock"
-_STARTING_SECONDS = 60.0  # in which a server has locked the folder that it made
+if TYPE_CHECKING:
+    from kvpager._core import SnapshotImage
+
 _BLOCK = 1 << 20
 
 
 class Transfers:
-    """Exports and imports of a server. Of the event loop, but for `clean` and files' contents.
-
-    A file that is sent has no name any more, so that its bytes go with its last reader, whatever
-    becomes of the server; what was being written when one was killed goes when the next one starts.
-    """
+    """Exports and imports of a server. Used by the event loop."""
 
     def __init__(self, parent: str | None, most: int) -> None:
-        """Makes its folder, and removes those that killed servers left.
+        """Makes the folder of its files.
 
         Args:
-            parent: where the folder is made; None: among the system's temporary files.
-            most: transfers of one tenant at a time.
+            parent: of the folder; None: files are in the system's temporary folder.
+            most: limit of one tenant's transfers at a time.
         """
-        base = Path(tempfile.gettempdir()) if parent is None else Path(parent) / ".transfers"
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in base.glob(_PREFIX + "*"):
-            _remove_if_left(left)
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        self._lock = (self._folder / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder = None if parent is None else Path(parent) / ".transfers"
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._most = most
         self._running: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def one(self, tenant: str) -> Iterator[Path]:
-        """A folder for one transfer, which is removed afterwards. Raises ApiError 429."""
+    def one(self, tenant: str) -> Iterator[None]:
+        """Counts one transfer of a tenant while it is open. Raises ApiError 429."""
         if self._running[tenant] >= self._most:
             raise ApiError(
                 429,
                 f"{self._running[tenant]} exports and imports of this tenant are under way; "
                 f"expected at most {self._most} at a time, which is max_transfers",
-                kind="rate_limit_error",
                 code="too_many_transfers",
-                headers=retry_after(1.0),
+                headers=retry_after(),
             )
         self._running[tenant] += 1
         try:
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                yield Path(folder)
+            yield
         finally:
             self._running[tenant] -= 1
             if not self._running[tenant]:
                 del self._running[tenant]
 
-    def close(self) -> None:
-        """Removes its folder. May be called twice."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()
+    @contextlib.asynccontextmanager
+    async def received(self, parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+        """Writes parts to a file, a block at a time; yields its path. Raises ApiError 507.
 
-
-async def receive(parts: AsyncIterator[bytes], path: Path) -> None:
-    """Writes what comes to a file, a block at a time. Raises ApiError 507 for a full disk."""
-    block = bytearray()
-    with path.open("wb") as file, _full_disk():
-        async for part in parts:
-            block += part
-            if len(block) >= _BLOCK:
+        The file has no name in any folder, so that nothing is left of it, also after a kill.
+        """
+        block = bytearray()
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            with _full_disk():
+                async for part in parts:
+                    block += part
+                    if len(block) >= _BLOCK:
+                        await asyncio.to_thread(file.write, block)
+                        block = bytearray()
                 await asyncio.to_thread(file.write, block)
-                block = bytearray()
-        await asyncio.to_thread(file.write, block)
-        await asyncio.to_thread(file.flush)
+                await asyncio.to_thread(file.flush)
+            yield f"/proc/self/fd/{file.fileno()}"
 
 
-async def send(file: IO[bytes], seconds: float) -> AsyncIterator[bytes]:
-    """The contents of a file, for `seconds` at most. Raises TimeoutError where they are over."""
+async def send(image: SnapshotImage, seconds: float) -> AsyncIterator[bytes]:
+    """Yields the bytes of a snapshot. Raises TimeoutError after `seconds`.
+
+    Only the next block is in memory, or a chunk that is longer.
+    """
     deadline = time.monotonic() + seconds
-    while block := await asyncio.to_thread(file.read, _BLOCK):
-        yield block
+    pieces = iter(range(image.pieces))
+
+    def block() -> bytes:
+        made: list[bytes] = []
+        while sum(map(len, made)) < _BLOCK and (piece := next(pieces, None)) is not None:
+            made.append(image.read_piece(piece))
+        return made[0] if len(made) == 1 else b"".join(made)
+
+    while made := await asyncio.to_thread(block):
+        yield made
         if time.monotonic() > deadline:
             raise TimeoutError(f"a client took more than {seconds:.0f} s for an export")
 
@@ -104,17 +102,3 @@ def _full_disk() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise no_space() from error
         raise
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Removes the folder of a server that does not run any more."""
-    with contextlib.suppress(OSError):
-        found = folder.lstat()
-        if found.st_uid != os.geteuid() or not folder.is_dir() or folder.is_symlink():
-            return
-        lock = folder / _LOCK
-        if not lock.exists() and time.time() - found.st_mtime < _STARTING_SECONDS:
-            return
-        with lock.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import InvalidArgumentError
-from kvpager.tokens import TokenIds
 
 _MOST = 1024  # longest n-gram; a longer one predicts no better
 

@@ -15,11 +15,11 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kvpager.arguments import is_finite, takes
+from kvpager._support.arguments import is_finite, takes
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import InvalidArgumentError
 from kvpager.speculation.prompt_lookup import PromptLookup
 from kvpager.speculation.proposal_length import ProposalLength
-from kvpager.tokens import TokenIds
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class Proposer(Protocol):
     """Guesses the next tokens of a text. One per session; it never changes the text.
 
     It may have an attribute `guess_cost`: the time of one guess relative to a forward of the model,
-    0 or more; 0 if missing. The cost decides how many tokens it is asked for.
+    0 or more; 0 if missing. The cost decides how many tokens are requested.
 
     Example:
         >>> class Counting:
@@ -165,26 +165,26 @@ class Proposed(Speculation):
         return self._checked(proposed, count)
 
     def _checked(self, proposed: Iterable[int], count: int) -> list[int]:
-        said = f"speculate: {self._name}.propose returned"
+        failed = f"speculate: {self._name}.propose returned"
         try:
             values = list(islice(proposed, count + 1))  # the iterable may be endless
         except TypeError as error:
             raise InvalidArgumentError(
-                f"{said} {proposed!r}; expected a sequence of token ids"
+                f"{failed} {proposed!r}; expected a sequence of token ids"
             ) from error
         if len(values) > count:
-            raise InvalidArgumentError(f"{said} more than {count} ids; expected at most those")
+            raise InvalidArgumentError(f"{failed} more than {count} ids; expected at most those")
         ids = []
         for place, value in enumerate(values):
             try:
                 token = operator.index(value)
             except TypeError as error:
                 raise InvalidArgumentError(
-                    f"{said} {value!r} at [{place}]; expected integers"
+                    f"{failed} {value!r} at [{place}]; expected integers"
                 ) from error
             if isinstance(value, bool) or not 0 <= token < self._vocab_size:
                 raise InvalidArgumentError(
-                    f"{said} {value!r} at [{place}]; "
+                    f"{failed} {value!r} at [{place}]; "
                     f"expected a token id from 0 to {self._vocab_size - 1}"
                 )
             ids.append(token)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from kvpager import _core
+from kvpager._runtime.released import ReleasedText
 from kvpager.errors import CorruptSnapshotError
-from kvpager.released import ReleasedText
-from kvpager.section_json import parse_section
-from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import CompanionSnapshot
 from kvpager.stores.segments import SegmentNote
 
 # Called repeatedly with the bytes done and the bytes in all. What it raises undoes the work.
@@ -124,18 +123,50 @@ class GcReport:
     would_remove: tuple[str, ...] = ()
 
 
-def tokens_of(content: _core.SnapshotContent, session: str) -> int:
+def tokens_of(content: _core.SnapshotContent, session: Mapping[str, Any]) -> int:
     """Tokens of a snapshot's text: those in its chunks, and released ones before them.
 
-    session: its session section, JSON text; ignored if it is not valid JSON.
+    session: its parsed session section.
     """
     held = len(content.tokens)
     try:
-        values = parse_section(session, "the snapshot", "session")
-        released = ReleasedText.of_session(values, "the snapshot", content.layout.chunk_tokens)
+        released = ReleasedText.of_session(session, "the snapshot", content.layout.chunk_tokens)
     except CorruptSnapshotError:  # `restore` reports it
         return held
     return held if released is None else held + len(released.tokens)
+
+
+class ByteRanges(Protocol):
+    """The bytes of a file that never changes, read by range. Safe for several threads at once.
+
+    `SnapshotReader.open(path, opener=...)` reads a snapshot through such an object. It verifies all
+    that it reads, whatever the source.
+    """
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        ...
+
+    def read(self, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Returns `size` bytes from `offset` on.
+
+        Called by any thread, also while an attention call runs: it must neither use the engine nor
+        wait for somebody who does.
+
+        Raises:
+            OSError: they cannot be read. The caller gets a StorageError with its message.
+            CorruptSnapshotError: the file has ended, or the bytes are known to be damaged.
+        """
+        ...
+
+    def will_need(self, offset: int, size: int) -> None:
+        """A hint that `size` bytes from `offset` on will be read soon. Must not wait for them."""
+        ...
+
+
+# Opens a file by its path. Raises OSError if there is none.
+RangesOpener: TypeAlias = Callable[[str], ByteRanges]
 
 
 class SnapshotStore(Protocol):
@@ -165,7 +196,8 @@ class SnapshotStore(Protocol):
             fingerprint: of the engine that computed it, JSON text of an object.
             session: the session section, JSON text of an object.
             progress: called with bytes written and bytes to write; from 0 again for each companion.
-            companions: its companions; only passed if there are any.
+            companions: its companions; only passed if there are any. They only save time: a store
+                may leave them out.
             overwrite: also replace a snapshot of another salt or model; only passed if True. A
                 store that does not distinguish these may ignore it.
 
@@ -189,8 +221,7 @@ class SnapshotStore(Protocol):
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
         """The longest prefix of chunks with these names; None if the store lacks the first one.
 
-        hashes: names of 32 bytes, or the hashes of 16 bytes of snapshots of 1.0 and 1.1. An equal
-        name only makes a candidate; the caller compares all token ids.
+        hashes: names of the full chunks of a text, 32 bytes each.
         """
         ...
 
@@ -204,4 +235,77 @@ class SnapshotStore(Protocol):
         Raises:
             StorageError: no snapshot has this name, or a system call failed.
         """
+        ...
+
+
+class Journal(Protocol):
+    """A journal that this process holds. Any thread may use it.
+
+    Attributes:
+        batch_tokens: tokens that are worth a part, and as many as a dead holder may have lost.
+        batch_seconds: how long fewer of them wait for more.
+    """
+
+    @property
+    def batch_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def batch_seconds(self) -> float: ...  # noqa: D102
+
+    def append(self, part: bytes) -> bool:
+        """Appends a part, which has no line end, durably; False if it is not held any more.
+
+        After an error the journal ends before this part.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Shows others that the holder lives; to be called every few seconds."""
+        ...
+
+    def release(self) -> None:
+        """Lets another process take it at once."""
+        ...
+
+    def delete(self) -> None:
+        """Removes it, unless another process has taken it."""
+        ...
+
+
+class Journals(Protocol):
+    """Records of work under way, by name, with which another process can go on.
+
+    A journal is a list of parts. At most one process holds it; others can read. All methods, those
+    of `Journal` too, raise OSError or StorageError. Safe for several threads and processes at once.
+
+    Attributes:
+        poll_seconds: between two looks of a reader.
+    """
+
+    @property
+    def poll_seconds(self) -> float: ...  # noqa: D102
+
+    def create(self, name: str, first: bytes) -> Journal:
+        """Makes a journal, durably, and holds it."""
+        ...
+
+    def take(self, name: str, *, force: bool = False) -> Journal | None:
+        """Holds a journal that nobody holds, or whose holder died; else returns None.
+
+        A holder of this machine is known to be dead at once; elsewhere it takes several calls, over
+        as long as a holder's lease lasts.
+
+        force: also from a holder that lives, whose next `append` returns False.
+        """
+        ...
+
+    def read(self, name: str, cursor: int = 0) -> tuple[list[bytes], int] | None:
+        """The parts from `cursor` on (0: all), and the cursor behind them; None: no such journal.
+
+        Damaged parts, and one that a holder did not finish, are left out.
+        """
+        ...
+
+    def delete(self, name: str) -> bool:
+        """Removes a journal, whoever holds it; False if there is none."""
         ...

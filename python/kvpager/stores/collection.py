@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from kvpager.errors import CapacityError, CorruptSnapshotError
+from kvpager.errors import CapacityError, CorruptSnapshotError, PagerError
 from kvpager.stores import removal
 from kvpager.stores.base import GcReport, ProgressCallback
 from kvpager.stores.budget import make_room, tidy
-from kvpager.stores.catalogue import Catalogue, Rehearsal
-from kvpager.stores.compaction import Compaction, better_places, repoint, sparse_packs
-from kvpager.stores.damage import note_damage
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.compaction import Compaction, note_damage, repoint, sparse_packs
 from kvpager.stores.settings import StoreSettings
+from kvpager.stores.tables import Pack
 
 # Takes the store's lock; returns the store's contents while the lock is held.
 Locked = Callable[[], AbstractContextManager[tuple[Catalogue, StoreSettings, int]]]
@@ -35,13 +36,15 @@ class Collection:
     def run(self) -> GcReport:
         """Collects, and returns the report."""
         with self._locked() as (catalogue, settings, now_ns):
-            before = catalogue.bytes
+            if self._remove_damaged:
+                catalogue.refresh()
+            before = catalogue.size
             self._remove(catalogue, settings, now_ns)
             groups = sparse_packs(catalogue)
-            self._count(bytes_freed=before - catalogue.bytes)
-            self._bytes_total = sum(_bytes_to_move(catalogue, group) for group in groups)
+            self._count(bytes_freed=before - catalogue.size)
+            self._bytes_total = sum(_bytes_to_move(table) for group in groups for table in group)
         for group in groups:
-            self._compact(group)
+            self._compact([table.id for table in group])
         # A manifest that points to another pack can be larger than the old one.
         return dataclasses.replace(self.report, bytes_freed=max(0, self.report.bytes_freed))
 
@@ -50,20 +53,18 @@ class Collection:
 
         Does not look for chunks that other packs hold too, so `run` may free more.
         """
-        with self._locked() as (known, settings, now_ns):
-            catalogue = Rehearsal(known.folder)
-            catalogue.refresh()
-            before = catalogue.bytes
-            self._tidy(catalogue, settings, now_ns)
-            self._make_room(catalogue, settings)
-            sparse = sparse_packs(catalogue)
-            moved = sum(_bytes_to_move(catalogue, group) for group in sparse)
-            tables = [catalogue.packs[pack] for group in sparse for pack in group]
-            self._count(
-                bytes_freed=before - catalogue.bytes + sum(table.bytes for table in tables) - moved,
-                packs_compacted=len(tables),
-            )
-            gone = (*catalogue.spared, *(table.path for table in tables))
+        with self._locked() as (catalogue, settings, now_ns):
+            if self._remove_damaged:
+                catalogue.refresh()
+            with catalogue.rehearsal() as spared:
+                before = catalogue.size
+                self._tidy(catalogue, settings, now_ns)
+                self._make_room(catalogue, settings)
+                tables = [table for group in sparse_packs(catalogue) for table in group]
+                moved = sum(_bytes_to_move(table) for table in tables)
+                freed = before - catalogue.size + sum(table.bytes for table in tables) - moved
+                self._count(bytes_freed=freed, packs_compacted=len(tables))
+                gone = (*spared, *(table.path for table in tables))
         return dataclasses.replace(self.report, would_remove=gone)
 
     def _count(self, **more: int) -> None:
@@ -76,9 +77,8 @@ class Collection:
 
     def _remove(self, catalogue: Catalogue, settings: StoreSettings, now_ns: int) -> None:
         self._tidy(catalogue, settings, now_ns)
-        if moves := better_places(catalogue):
+        if moves := catalogue.moves():
             repoint(catalogue, settings, moves)
-            catalogue.refresh()
             self._count(packs_removed=tidy(catalogue, settings, now_ns).packs)
         self._make_room(catalogue, settings)
 
@@ -114,22 +114,27 @@ class Collection:
                     return
             try:
                 written = compaction.write(self._note_progress if self._progress else None)
-            except CorruptSnapshotError as error:
-                if error.chunk is None:
+            except BaseException as error:
+                chunk = error.chunk if isinstance(error, CorruptSnapshotError) else None
+                if chunk is None:
+                    with contextlib.suppress(PagerError), self._locked() as (catalogue, _, _):
+                        compaction.undo(catalogue)
                     raise
                 self._skip(paths, str(error))
                 with self._locked() as (catalogue, settings, _):
-                    note_damage(catalogue, settings, compaction.damaged_place(error.chunk))
+                    compaction.undo(catalogue)
+                    note_damage(catalogue, settings, compaction.damaged_place(chunk))
                 return
             with self._locked() as (catalogue, settings, _):
-                before = catalogue.bytes
+                catalogue.add_temporary(compaction.temporary)  # it has another size by now
+                before = catalogue.size
                 compaction.publish(catalogue, settings)
                 packs = [*compaction.sources, compaction.pack_id]
                 gone = removal.remove_unneeded_packs(catalogue, packs)
                 kept = compaction.pack_id not in gone
                 # The new pack has been counted since it was begun.
                 self._count(
-                    bytes_freed=before - catalogue.bytes - (written if kept else 0),
+                    bytes_freed=before - catalogue.size - (written if kept else 0),
                     packs_compacted=len(set(gone).intersection(compaction.sources)),
                     chunks_moved=compaction.chunks if kept else 0,
                 )
@@ -142,20 +147,14 @@ class Collection:
         self._progress(self._bytes_done + done, max(self._bytes_total, self._bytes_done + total))
 
 
-def _bytes_to_move(catalogue: Catalogue, group: list[str]) -> int:
-    needed = catalogue.chunk_references(catalogue.snapshots.values())
-    packs = [(catalogue.packs[pack], int((needed[pack] > 0).sum())) for pack in group]
-    return sum(table.bytes * count // table.chunks for table, count in packs)
+def _bytes_to_move(table: Pack) -> int:
+    return table.bytes * int((table.counts > 0).sum()) // table.chunks
 
 
 def _damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
-    found = [
-        (snapshot.manifest.path, error)
-        for snapshot in catalogue.snapshots.values()
-        if (error := catalogue.error(snapshot))
-    ]
-    found += [(table.path, table.error) for table in catalogue.packs.values() if table.error]
-    return sorted(found)
+    found = [(snapshot.manifest.path, error) for snapshot, error in catalogue.broken()]
+    bad = [(one.path, one.error) for one in catalogue.unsound_packs() if one.error]
+    return sorted([*found, *bad])
 
 
 def _remove_damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
@@ -164,16 +163,16 @@ def _remove_damaged(catalogue: Catalogue) -> list[tuple[str, str]]:
     Keeps files that merely could not be read now, and snapshots with some damaged chunks, because
     those can be computed again.
     """
-    corrupt = {pack: table for pack, table in catalogue.packs.items() if table.corrupt}
+    corrupt = {table.id: table for table in catalogue.unsound_packs() if table.corrupt}
     lost = {
-        name: catalogue.error(snapshot) or ""
-        for name, snapshot in catalogue.snapshots.items()
+        snapshot.manifest.name: why
+        for snapshot, why in catalogue.broken()
         if snapshot.manifest.corrupt
-        or any(pack in corrupt or pack not in catalogue.packs for pack in snapshot.manifest.packs)
+        or any(pack in corrupt or not catalogue.pack(pack) for pack in snapshot.manifest.uses)
     }
     removed = [(catalogue.manifest_path(name), why) for name, why in lost.items()]
     removed += [(table.path, table.error or "") for table in corrupt.values()]
     removal.remove_snapshots(catalogue, lost)
     for pack in corrupt:
-        removal.remove_pack(catalogue, pack)
+        catalogue.remove_pack(pack)
     return sorted(removed)

@@ -2,12 +2,15 @@
 
 A pack never changes, so the bytes of its unneeded chunks can only be freed by copying the needed
 ones to another pack. Manifests that pointed to the old places are replaced by equal ones that point
-to the new; their logical digests stay the same.
+to the new; their logical digests stay the same. Damaged chunks are listed in a file of their own,
+packs/<id>.damaged, a JSON list of chunk numbers: no other snapshot shares such a chunk, and a save
+of the same content writes it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping
 
@@ -16,66 +19,66 @@ import numpy as np
 from kvpager import _core
 from kvpager.errors import PagerError, StorageError
 from kvpager.stores.base import ProgressCallback
+from kvpager.stores.budget import make_room
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.chunk_index import Place
+from kvpager.stores.files import PRIVATE, kept_mode, write_atomically
 from kvpager.stores.lock import Hold
 from kvpager.stores.names import new_pack_id
-from kvpager.stores.permissions import PRIVATE, kept_mode
-from kvpager.stores.plan import MAX_PACKS, table_of
 from kvpager.stores.saving import PACK_SESSION
 from kvpager.stores.settings import StoreSettings
-from kvpager.stores.tables import KNOWN_MINOR, Snapshot
+from kvpager.stores.sharing import MAX_PACKS, table_of
+from kvpager.stores.tables import Pack, PackChunk, Snapshot
 
 
-def sparse_packs(catalogue: Catalogue) -> list[list[str]]:
+def check_places(
+    catalogue: Catalogue, settings: StoreSettings, chain: bytes, content: bytes
+) -> list[PackChunk]:
+    """Reads all copies of a chunk again, records damaged ones. REQUIRES: the store's lock."""
+    found = []
+    for place in catalogue.places([(chain, content)])[0]:
+        pack = catalogue.open(catalogue.pack_path(place.pack))
+        alone = _core.SnapshotReader.gather([(pack, place.chunk)], place.pack)
+        if alone.verify(1):
+            note_damage(catalogue, settings, place)
+            found.append(place)
+    return found
+
+
+def note_damage(catalogue: Catalogue, settings: StoreSettings, place: PackChunk) -> None:
+    """Records that a chunk is damaged. REQUIRES: the store's lock."""
+    table = catalogue.pack(place.pack)
+    if table is None:
+        return
+    text = json.dumps(sorted({*table.damaged, place.chunk}))
+    make_room(catalogue, settings, len(text), wanted=frozenset({place.pack}))
+    write_atomically(catalogue.damage_path(place.pack), text, settings.mode)
+    catalogue.add_damage(place.pack)
+
+
+def sparse_packs(catalogue: Catalogue) -> list[list[Pack]]:
     """Packs of which less than half is needed, in groups that one new pack each can replace.
 
-    Leaves out packs with a needed chunk that is damaged, and packs that a file of a newer version
-    needs or may need.
+    Leaves out packs with a needed chunk that is damaged. If a file of another version may need
+    packs, there are none.
     """
-    if any(not snapshot.manifest.corrupt for snapshot in catalogue.unreadable()):
+    if catalogue.may_need_any_pack():
         return []
-    left_alone = {
-        pack
-        for snapshot in catalogue.snapshots.values()
-        if snapshot.manifest.minor_version > KNOWN_MINOR
-        for pack in snapshot.manifest.packs
-    }
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for pack, counts in catalogue.chunk_references(catalogue.snapshots.values()).items():
-        table = catalogue.packs[pack]
-        needed = np.flatnonzero(counts)
-        if pack in left_alone or table.damaged.intersection(needed.tolist()):
-            continue
-        if 0 < 2 * len(needed) < table.chunks:
-            groups.setdefault(table.kind, []).append(pack)
-    return [sorted(group) for group in groups.values()]
+    groups: dict[str, list[Pack]] = {}
+    for table in catalogue.sparse_packs():
+        if not any(table.counts[chunk] for chunk in table.damaged):
+            groups.setdefault(table.kind, []).append(table)
+    return list(groups.values())
 
 
-def better_places(catalogue: Catalogue) -> dict[Place, Place]:
-    """Other places to use, for needed chunks that are damaged or lie in several packs."""
-    counts = catalogue.chunk_references(catalogue.snapshots.values())
-    total = {pack: int(needed.sum()) for pack, needed in counts.items()}
-    moves = {}
-    for pack, needed in counts.items():
-        table = catalogue.packs[pack]
-        for chunk in np.flatnonzero(needed).tolist():
-            places = catalogue.sound_places(table.chain_hashes[chunk], table.content_ids[chunk])
-            best = max(places, key=lambda place: (total[place.pack], place), default=None)
-            if best is not None and best != Place(pack, chunk):
-                moves[Place(pack, chunk)] = best
-    return moves
-
-
-def repoint(catalogue: Catalogue, settings: StoreSettings, moves: Mapping[Place, Place]) -> None:
+def repoint(
+    catalogue: Catalogue, settings: StoreSettings, moves: Mapping[PackChunk, PackChunk]
+) -> None:
     """Replaces manifests by ones that point to the new places. REQUIRES: the store's lock.
 
     If a snapshot needs a chunk of a pack that did not move, it keeps all its places in that pack.
     """
-    sources = {place.pack for place in moves}
-    for snapshot in list(catalogue.snapshots.values()):
-        manifest = snapshot.manifest
-        if manifest.minor_version <= KNOWN_MINOR and sources.intersection(manifest.packs):
+    for snapshot in catalogue.users(dict.fromkeys(place.pack for place in moves)):
+        if not snapshot.manifest.error:
             _repoint_one(catalogue, settings, snapshot, moves)
 
 
@@ -83,19 +86,19 @@ def _repoint_one(
     catalogue: Catalogue,
     settings: StoreSettings,
     snapshot: Snapshot,
-    moves: Mapping[Place, Place],
+    moves: Mapping[PackChunk, PackChunk],
 ) -> None:
     path = snapshot.manifest.path
     budget = settings.byte_budget
-    reader = _core.SnapshotReader.open(path, catalogue.packs_folder)
+    reader = catalogue.open(path)
     try:
         sizes = dict(reader.packs)
         ids = list(sizes)
-        old = [Place(ids[pack], chunk) for pack, chunk in reader.places.tolist()]
+        old = [PackChunk(ids[pack], chunk) for pack, chunk in reader.places.tolist()]
         new = [moves.get(place, place) for place in old]
         table = table_of(
             new,
-            lambda pack: sizes.get(pack) or catalogue.packs[pack].chunks,
+            lambda pack: sizes.get(pack) or _chunks(catalogue, pack),
             reader.summary_checksums.tolist().__getitem__,
         )
         texts = (reader.fingerprint, reader.session)
@@ -104,11 +107,11 @@ def _repoint_one(
         )
         if new == old or len(table.packs) > max(len(ids), MAX_PACKS):
             return
-        if budget is not None and catalogue.bytes + bound > budget:
+        if budget is not None and catalogue.size + catalogue.access.file_bytes(bound) > budget:
             return
-        writer = _core.SnapshotWriter(path, reader.layout, bound, settings.mode)
+        writer = catalogue.access.writer(path, reader.layout, bound, settings.mode)
         try:
-            size = writer.write_manifest(
+            writer.write_manifest(
                 reader, table.packs, table.places, table.summary_checksums, *texts
             )
             writer.publish()
@@ -116,9 +119,15 @@ def _repoint_one(
             writer.discard()
     finally:
         del reader  # it holds packs; an error's traceback must not keep it alive
-    catalogue.bytes += size - snapshot.manifest.stamp.bytes
     with contextlib.suppress(OSError):  # keep the time of the save
         os.utime(path, ns=(snapshot.manifest.stamp.mtime_ns,) * 2)
+    catalogue.add_snapshot(snapshot.manifest.name)
+
+
+def _chunks(catalogue: Catalogue, pack: str) -> int:
+    table = catalogue.pack(pack)
+    assert table is not None
+    return table.chunks
 
 
 class Compaction:
@@ -126,15 +135,17 @@ class Compaction:
 
     Attributes:
         chunks: number of chunks to move.
+        temporary: path of the file that is being written.
     """
 
     def __init__(self, sources: list[str]) -> None:
         self.sources = sources
         self.pack_id = new_pack_id()
         self._hold = Hold()
-        self._places: list[Place] = []
+        self._places: list[PackChunk] = []
         self._content: _core.SnapshotReader | None = None
         self._writer: _core.SnapshotWriter | None = None
+        self.temporary = ""
 
     @property
     def chunks(self) -> int:
@@ -143,31 +154,34 @@ class Compaction:
 
     def begin(self, catalogue: Catalogue, settings: StoreSettings) -> bool:
         """Takes room for the pack; returns False if there is none. REQUIRES: the store's lock."""
-        counts = catalogue.chunk_references(catalogue.snapshots.values())
-        sources = [pack for pack in self.sources if pack in catalogue.packs]
+        tables = [table for pack in self.sources if (table := catalogue.pack(pack)) is not None]
         self._places = [
-            Place(pack, chunk)
-            for pack in sources
-            for chunk in np.flatnonzero(counts[pack]).tolist()
+            PackChunk(table.id, chunk)
+            for table in tables
+            for chunk in np.flatnonzero(table.counts).tolist()
         ]
         if not self._places:
             return False
-        paths = {pack: catalogue.pack_path(pack) for pack in sources}
+        paths = {table.id: table.path for table in tables}
         self._hold.add(paths.values())
-        readers = {pack: _core.SnapshotReader.open(path) for pack, path in paths.items()}
+        readers = {pack: catalogue.open(path) for pack, path in paths.items()}
         self._content = _core.SnapshotReader.gather(
             [(readers[place.pack], place.chunk) for place in self._places], self.pack_id
         )
         bound = _core.snapshot_file_bytes(
             self._content, len(self._places), False, self._content.fingerprint, PACK_SESSION, 0
         )
-        if settings.byte_budget is not None and catalogue.bytes + bound > settings.byte_budget:
+        room = catalogue.size + catalogue.access.file_bytes(bound)
+        if settings.byte_budget is not None and room > settings.byte_budget:
             return False
         path = catalogue.pack_path(self.pack_id)
         mode = settings.mode
         for source in paths.values():
             mode = kept_mode(source, mode)
-        self._writer = _core.SnapshotWriter(path, self._content.layout, bound, mode | PRIVATE)
+        layout, access = self._content.layout, catalogue.access
+        self._writer = access.writer(path, layout, bound, mode | PRIVATE)
+        self.temporary = f"{catalogue.packs_folder}/{self._writer.temporary}"
+        catalogue.add_temporary(self.temporary)
         return True
 
     def write(self, progress: ProgressCallback | None) -> int:
@@ -182,7 +196,7 @@ class Compaction:
             progress,
         )
 
-    def damaged_place(self, chunk: int) -> Place:
+    def damaged_place(self, chunk: int) -> PackChunk:
         """The place of a chunk that could not be copied."""
         return self._places[chunk]
 
@@ -191,12 +205,19 @@ class Compaction:
         assert self._writer is not None
         self._writer.publish()
         self.release()
-        catalogue.refresh()
-        if error := catalogue.packs[self.pack_id].error:
-            raise StorageError(f"what was just written cannot be read back: {error}")
-        new = {place: Place(self.pack_id, chunk) for chunk, place in enumerate(self._places)}
+        catalogue.add_temporary(self.temporary)
+        catalogue.add_pack(self.pack_id)
+        table = catalogue.pack(self.pack_id)
+        if table is None or table.error:
+            why = "it is gone" if table is None else table.error
+            raise StorageError(f"what was just written cannot be read back: {why}")
+        new = {place: PackChunk(self.pack_id, chunk) for chunk, place in enumerate(self._places)}
         repoint(catalogue, settings, new)
-        catalogue.refresh()
+
+    def undo(self, catalogue: Catalogue) -> None:
+        """Removes what a failed copy has left. REQUIRES: the store's lock."""
+        self.release()
+        catalogue.add_temporary(self.temporary)
 
     def release(self) -> None:
         """Removes what was not published, and releases locks. May be called twice."""

@@ -9,11 +9,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpager.errors import CorruptSnapshotError
-from kvpager.section_json import parse_section
-from kvpager.stores.base import SaveReport
+from kvpager import _core
+
+if TYPE_CHECKING:
+    from kvpager.stores.base import SaveReport
+
+
+class CompanionSnapshot(NamedTuple):
+    """One companion of a session, at one moment.
+
+    Attributes:
+        kind: one of KINDS; a session has at most one of each.
+        content: its chunks.
+        fingerprint: of the companion's model, JSON text of an object.
+        session: its session section, likewise.
+    """
+
+    kind: str
+    content: _core.SnapshotContent
+    fingerprint: str
+    session: str
+
 
 DRAFT, STATES = "draft", "states"
 KINDS = (DRAFT, STATES)
@@ -40,24 +58,15 @@ def session_of_primary(session: str, companions: Mapping[str, SaveReport]) -> st
     return _with(session, **{_COMPANIONS: named})
 
 
-def links_of(session: str, path: str) -> tuple[dict[str, str], str | None]:
-    """(`named_companions`, `owner_of`) of a session's text; ({}, None) if it is no JSON object."""
-    try:
-        values = parse_section(session, path, "session")
-    except CorruptSnapshotError:  # `restore` reports it
-        return {}, None
-    return named_companions(values), owner_of(values)
-
-
 def named_companions(session: Mapping[str, Any]) -> dict[str, str]:
     """Digests by kind of the companions that a primary's session names."""
     named = session.get(_COMPANIONS)
     if not isinstance(named, dict):
         return {}
     return {
-        kind: str(said["digest"])
-        for kind, said in named.items()
-        if kind in KINDS and isinstance(said, dict) and "digest" in said
+        kind: str(link["digest"])
+        for kind, link in named.items()
+        if kind in KINDS and isinstance(link, dict) and "digest" in link
     }
 
 

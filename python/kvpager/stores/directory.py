@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
+import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvpager import _core
-from kvpager.arguments import as_flag
+from kvpager._support.arguments import as_flag, as_integer, usable_path
+from kvpager._support.salts import checked_salt
+from kvpager._support.section_json import section_or_empty
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, PagerError, StorageError
-from kvpager.paths import usable_path
-from kvpager.salts import checked_salt
 from kvpager.stores import removal
-from kvpager.stores.base import GcReport, ProgressCallback, SaveReport, StoreEntry
-from kvpager.stores.belonging import is_under
+from kvpager.stores.access import Access
+from kvpager.stores.base import (
+    GcReport,
+    ProgressCallback,
+    RangesOpener,
+    SaveReport,
+    StoreEntry,
+)
 from kvpager.stores.budget import make_room, tidy
 from kvpager.stores.catalogue import Catalogue
 from kvpager.stores.collection import Collection
-from kvpager.stores.companion import CompanionSnapshot
-from kvpager.stores.creation import open_or_create
-from kvpager.stores.damage import check_places
-from kvpager.stores.group_saving import GroupSaving
+from kvpager.stores.compaction import check_places
+from kvpager.stores.companions import CompanionSnapshot
+from kvpager.stores.encryption import Secret, StoreKey, make_key, new_secret, secret_of
+from kvpager.stores.files import share
+from kvpager.stores.journals import DirectoryJournals
 from kvpager.stores.lock import TIMEOUT_SECONDS, checked_timeout
-from kvpager.stores.names import check_name
-from kvpager.stores.own_name import misnamed, name_in
-from kvpager.stores.permissions import share
-from kvpager.stores.prefix import longest_prefix
-from kvpager.stores.settings import StoreSettings, parse_ttl
-from kvpager.stores.sidecar import SIDECAR_BYTES
-from kvpager.stores.tables import Snapshot
+from kvpager.stores.locked import Locked, system_errors
+from kvpager.stores.names import SETTINGS_FILE, check_name
+from kvpager.stores.origin import is_under, misnamed, name_in
+from kvpager.stores.saving import GroupSaving
+from kvpager.stores.settings import StoreSettings, open_or_create, parse_ttl
+from kvpager.stores.sharing import longest_prefix
+from kvpager.stores.tables import SIDECAR_BYTES, Snapshot
+
+_log = logging.getLogger(__name__)
 
 
 class DirectoryStore:
@@ -44,6 +55,9 @@ class DirectoryStore:
     of it. Any number of threads and processes may use one folder at once, through one store object
     or several. If a process is killed, everything that was reported saved is still there. See
     docs/stores.md.
+
+    Attributes:
+        journals: of work under way, such as a server's responses; no part of the budget.
 
     Args:
         path: of the folder; made if it does not exist.
@@ -56,6 +70,9 @@ class DirectoryStore:
         mode: permissions of files written from now on, such as 0o640 or "640", regardless of the
             umask; users with read permission may also enter the folders. None: the store's recorded
             setting, 0o600 in a new one. A replaced snapshot gains no permission that it lacked.
+        key: encrypts all files of a new store, and opens an encrypted one; a StoreKey, or 32 bytes.
+            None: the key of KVPAGER_STORE_KEY or KVPAGER_STORE_KEY_FILE; without one a new store is
+            plain.
         lock_timeout: seconds that a call, this constructor included, waits for another thread or
             process that holds the store's lock; then it raises StorageError, which names the
             holder. No caller writes chunks while it holds the lock.
@@ -79,15 +96,20 @@ class DirectoryStore:
         ttl: float | str | None = None,
         create: bool = True,
         mode: int | str | None = None,
+        key: StoreKey | bytes | None = None,
         lock_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         as_flag(create, "create")
         self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)
         wanted = StoreSettings().updated(byte_budget, ttl, mode)  # checks before anything is made
         self.path = os.path.abspath(usable_path(path, "path"))  # noqa: PTH100  # resolve() follows links
-        self._catalogue = Catalogue(self.path)
-        with _system_errors(self.path):
+        found = self._key(key)
+        if found is not None:
+            wanted = replace(wanted, encryption=found.wrap(new_secret()))
+        with system_errors(self.path):
             open_or_create(self.path, wanted, create=create, lock_timeout=self._lock_timeout)
+        secret = self._secret(found, is_given=key is not None)
+        self._catalogue = self._new_catalogue(Access(self._opener, secret))
         if byte_budget is not None or ttl is not None or mode is not None:
             with self._locked() as (catalogue, settings, now_ns):
                 changed = settings.updated(byte_budget, ttl, mode)
@@ -97,6 +119,34 @@ class DirectoryStore:
                     changed.write(self.path)
                 if mode is not None:
                     share(self.path, changed.mode)
+                    catalogue.index.share(changed.mode)
+        # A function of the store itself would keep it, and its index open, until a collection.
+        folder = self.path
+        self.journals = DirectoryJournals(
+            f"{folder}/journals", lambda: _settings_of(folder).mode, secret
+        )
+
+    # How its files are opened; None: they are local.
+    _opener: RangesOpener | None = None
+
+    def _key(self, key: StoreKey | bytes | None) -> StoreKey | None:
+        return make_key(key)
+
+    def _secret(self, key: StoreKey | None, *, is_given: bool) -> Secret | None:
+        wrapped, file = self._settings().encryption, f"{self.path}/{SETTINGS_FILE}"
+        return secret_of(self.path, wrapped, key, is_given=is_given, file=file)
+
+    def rewrap(self, key: StoreKey | bytes) -> None:
+        """Makes the first of these the store's key, which older ones open no longer.
+
+        Writes store.json alone: what encrypts the files stays.
+
+        Raises:
+            InvalidArgumentError: the store is not encrypted.
+            StorageError: none of the keys opens it.
+        """
+        with self._locked() as (_, settings, _):
+            settings.rewrapped(key, self.path).write(self.path)
 
     @property
     def byte_budget(self) -> int | None:
@@ -138,27 +188,29 @@ class DirectoryStore:
                 changed.
         """
         started = time.monotonic()
-        with GroupSaving(self._locked, name, overwrite=overwrite) as saving:
-            saving.write_companions(companions, progress)
-            saving.write(content, fingerprint, session, progress)
+        access = self._catalogue.access
+        with GroupSaving(self._locked, name, access, overwrite=overwrite) as saving:
             try:
+                saving.write_companions(companions, progress)
+                saving.write(content, fingerprint, session, progress)
                 with self._locked() as (catalogue, settings, now_ns):
                     replaced = saving.publish(catalogue, settings, now_ns)
-                    self._after_publishing(catalogue, name, replaced)
+                    self.after_publishing(catalogue, name, replaced)
             except BaseException:
-                saving.release()
-                with contextlib.suppress(PagerError), self._locked() as (catalogue, _, _):
-                    saving.undo(catalogue)
+                saving.undo()
                 raise
             return saving.report(time.monotonic() - started)
 
-    def _after_publishing(self, catalogue: Catalogue, name: str, replaced: list[Snapshot]) -> None:
-        """Marks the use and removes what only the old snapshots needed. It is saved already."""
-        self._touch(catalogue, name)
+    @staticmethod
+    def after_publishing(catalogue: Catalogue, name: str, replaced: list[Snapshot]) -> None:
+        """Marks the use and removes what only the old snapshots needed. It is saved already.
+
+        catalogue: locked. name: of the snapshot. replaced: snapshots that it replaced.
+        """
+        catalogue.touch(catalogue.access.stored(name), time.time_ns())
         if replaced:
             with contextlib.suppress(OSError, PagerError):  # the next save removes it
-                catalogue.refresh()
-                packs = [pack for snapshot in replaced for pack in snapshot.manifest.packs]
+                packs = [pack for snapshot in replaced for pack in snapshot.manifest.uses]
                 removal.remove_unneeded_packs(catalogue, dict.fromkeys(packs))
                 removal.remove_snapshots(catalogue, catalogue.orphans())
 
@@ -173,59 +225,103 @@ class DirectoryStore:
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
             manifest = snapshot.manifest
-            reader = _core.SnapshotReader.open(manifest.path, catalogue.packs_folder)
-            why = misnamed(manifest.path, name_in(reader.session, manifest.path), name)
+            reader: _core.SnapshotReader = catalogue.open(manifest.path)
+            session = section_or_empty(reader.session, manifest.path, "session")
+            why = misnamed(manifest.path, name_in(session), name)
             if why is not None:
                 raise CorruptSnapshotError(why)
-            self._touch(catalogue, name)
+            catalogue.touch(manifest.name, time.time_ns())
             return reader
+
+    def path_of(self, name: str) -> str:
+        """The path of a snapshot's manifest, which need not be there."""
+        return self._catalogue.manifest_path(self._catalogue.access.stored(name))
+
+    def open_file(self, path: str) -> _core.SnapshotReader:
+        """Opens a manifest or a pack of the store by its path. Counts as no use.
+
+        Raises:
+            StorageError, CorruptSnapshotError, UnsupportedVersionError: as `open`.
+        """
+        return self._catalogue.open(path)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its files are encrypted."""
+        return self._catalogue.access.renames
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
         """The longest prefix of chunks with these names that a snapshot of the store begins with.
 
         Args:
-            hashes: of the full chunks of a text, made by `_core.Pager.chain_hashes`; by
-                `legacy_chain_hashes` to search snapshots of formats before 1.2.
+            hashes: of the full chunks of a text, made by `_core.Pager.chain_hashes`.
 
         Returns:
             A snapshot of these chunks alone, or None. Counts as a use of the snapshot they are in.
         """
-        with self._locked(files_only=True) as (catalogue, settings, now_ns):
-            snapshots = catalogue.snapshots.values()
-            if any(snapshot.mortal(settings.ttl_seconds) for snapshot in snapshots):
-                catalogue.refresh()  # expiry depends on the times of last use
-            visible = [
-                snapshot
-                for snapshot in catalogue.snapshots.values()
-                if not snapshot.manifest.error
-                and not snapshot.expired(now_ns, settings.ttl_seconds)
-            ]
-            found = longest_prefix(catalogue, visible, hashes)
+        with self._locked() as (catalogue, settings, now_ns):
+            found = catalogue.current(
+                lambda: longest_prefix(catalogue, hashes, now_ns, settings.ttl_seconds),
+                lambda found: [] if found is None else [found[0]],
+            )
             if found is None:
                 return None
             manifest, chunks = found[0].manifest, found[1]
-            reader = _core.SnapshotReader.open(manifest.path, catalogue.packs_folder)
-            self._touch(catalogue, manifest.name)
+            reader = catalogue.open(manifest.path)
+            catalogue.touch(manifest.name, time.time_ns())
             return _core.SnapshotReader.gather(
                 [(reader, chunk) for chunk in range(chunks)], f"prefix of {manifest.path}"
             )
 
-    def entries(self, *, companions: bool = False) -> list[StoreEntry]:
+    def entries(
+        self,
+        *,
+        companions: bool = False,
+        latest_first: bool = False,
+        after: str | tuple[float, str] | None = None,
+        limit: int | None = None,
+        named: Callable[[str], bool] | None = None,
+    ) -> list[StoreEntry]:
         """All snapshots by name; damaged ones with their error, expired ones not at all.
 
         Args:
             companions: whether they have entries of their own, beside their snapshots'.
+            latest_first: by their last use, the latest first.
+            after: leaves out all up to this place: a name, or with `latest_first` the `last_used`
+                and the name of an entry.
+            limit: most entries; None: all.
+            named: leaves out names for which it returns False.
         """
         as_flag(companions, "companions")
+        as_flag(latest_first, "latest_first")
+        if after is not None and isinstance(after, str) == latest_first:
+            expected = "a time and a name" if latest_first else "a name"
+            raise InvalidArgumentError(f"after is {after!r}; expected {expected}")
+        if limit is not None:
+            as_integer(limit, "limit", 1)
         with self._locked() as (catalogue, settings, now_ns):
-            shares = catalogue.chunk_references(catalogue.snapshots.values())
-            owners = catalogue.owners()
-            return [
-                _entry(catalogue, snapshot, settings, shares)
-                for name, snapshot in sorted(catalogue.snapshots.items())
-                if (companions or (name not in owners and snapshot.manifest.companion_of is None))
-                and (snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds))
-            ]
+            ask = catalogue.by_last_use if latest_first else catalogue.by_name
+
+            def listed() -> list[Snapshot]:
+                rows = ask(after, companions=companions, named=named)
+                return list(itertools.islice(_alive(rows, settings, now_ns), limit))
+
+            found = catalogue.current(listed, lambda found: found)
+            return [_entry(catalogue, snapshot, settings) for snapshot in found]
+
+    def entry(self, name: str) -> StoreEntry | None:
+        """A snapshot's entry; None if no snapshot has this name, or it has expired."""
+        with self._locked() as (catalogue, settings, now_ns):
+            snapshot = catalogue.look_up(catalogue.access.stored(name))
+            if snapshot is None or snapshot.expired(now_ns, settings.ttl_seconds):
+                return None
+            return _entry(catalogue, snapshot, settings)
+
+    def saved(self, names: Iterable[str]) -> set[str]:
+        """Those of these names that `stats()` counts as snapshots, in one query."""
+        with self._locked() as (catalogue, _, _):
+            stored = {catalogue.access.stored(name): name for name in names}
+            return {stored[name] for name in catalogue.among(stored)}
 
     def delete(self, name: str, *, salt: str = "", force: bool = False) -> None:
         """Deletes a snapshot and what only it needed. Readers that have it open can read on.
@@ -245,12 +341,12 @@ class DirectoryStore:
             snapshot = self._visible(name, catalogue, settings, now_ns)
             if snapshot.sidecar.pinned and not snapshot.sidecar.error:
                 raise InvalidArgumentError(f"snapshot {name!r} is pinned; unpin it first")
-            belonging = snapshot.manifest.belonging
-            if not force and belonging is not None and not is_under(salt, belonging.salt):
+            origin = snapshot.manifest.origin
+            if not force and origin is not None and not is_under(salt, origin.salt):
                 raise InvalidArgumentError(
                     f"snapshot {name!r} was saved under another salt; give that one, or force=True"
                 )
-            removal.remove_snapshots(catalogue, [name])
+            removal.remove_snapshots(catalogue, [snapshot.manifest.name])
 
     def pin(self, name: str) -> None:
         """Exempts the snapshot `name` from expiry and eviction. May be called twice.
@@ -258,7 +354,7 @@ class DirectoryStore:
         Raises:
             StorageError: there is none.
         """
-        self._annotate(name, pinned=True)
+        self.annotate(name, pinned=True)
 
     def unpin(self, name: str) -> None:
         """Lets the snapshot `name` expire or be evicted again.
@@ -266,7 +362,7 @@ class DirectoryStore:
         Raises:
             StorageError: there is none.
         """
-        self._annotate(name, pinned=False)
+        self.annotate(name, pinned=False)
 
     def set_ttl(self, name: str, ttl: float | str | None) -> None:
         """Sets how long a snapshot lives after its last use.
@@ -277,7 +373,7 @@ class DirectoryStore:
         """
         seconds = None if ttl is None else parse_ttl("ttl", ttl)
         never = ttl is not None and seconds is None
-        self._annotate(name, ttl_seconds=float("inf") if never else seconds)
+        self.annotate(name, ttl_seconds=float("inf") if never else seconds)
 
     def verify(
         self, name: str, *, threads: int = 1, progress: ProgressCallback | None = None
@@ -353,90 +449,108 @@ class DirectoryStore:
         packs), chunks_needed (by any snapshot), chunks_referenced (the sum over snapshots),
         dedupe_ratio (chunks_referenced / chunks_needed) and bytes_temporary (files being written).
         """
-        with self._locked() as (catalogue, _, _):
-            snapshots = list(catalogue.snapshots.values())
-            own = [one for one in snapshots if one.manifest.companion_of is None]
-            counts = catalogue.chunk_references(snapshots)
-            needed = sum(int(np.count_nonzero(of_pack)) for of_pack in counts.values())
-            referenced = sum(int(of_pack.sum()) for of_pack in counts.values())
+        with self._locked() as (catalogue, settings, _):
+            totals = catalogue.totals()
+            needed, referenced = totals["needed"], totals["referenced"]
             return {
-                "bytes": catalogue.bytes,
-                "byte_budget": self._settings().byte_budget,
-                "snapshots": len(own),
-                "companions": len(snapshots) - len(own),
-                "pinned": sum(snapshot.sidecar.pinned for snapshot in own),
-                "damaged": sum(catalogue.error(snapshot) is not None for snapshot in snapshots),
-                "packs": len(catalogue.packs),
-                "pack_bytes": sum(table.bytes for table in catalogue.packs.values()),
-                "chunks": sum(table.chunks for table in catalogue.packs.values()),
+                "bytes": totals["bytes"],
+                "byte_budget": settings.byte_budget,
+                "snapshots": totals["snapshots"],
+                "companions": totals["companions"],
+                "pinned": totals["pinned"],
+                "damaged": len(catalogue.broken()),
+                "packs": totals["packs"],
+                "pack_bytes": totals["pack_bytes"],
+                "chunks": totals["chunks"],
                 "chunks_needed": needed,
                 "chunks_referenced": referenced,
                 "dedupe_ratio": referenced / needed if needed else 1.0,
-                "bytes_temporary": sum(catalogue.temporaries.values()),
+                "bytes_temporary": catalogue.temporary_bytes(),
             }
+
+    def reindex(self, progress: ProgressCallback | None = None) -> None:
+        """Makes the index anew from the files, which are the truth; nothing else changes.
+
+        A store does so by itself where it sees that files changed; this is for files that were
+        changed in place by hand.
+
+        progress: called with files read and files in all.
+        """
+        with self._locked() as (catalogue, settings, _):
+            catalogue.rebuild(settings.mode, progress)
 
     def __repr__(self) -> str:
         return f"DirectoryStore({self.path!r})"
 
-    def _locked(self, *, files_only: bool = False) -> _Locked:
-        """Locks the store for a `with` block, which gets catalogue, settings and time in ns.
+    def _new_catalogue(self, access: Access) -> Catalogue:
+        return Catalogue(self.path, access)
 
-        files_only: do not list unchanged folders again; times of last use and sizes may be old.
-        """
-        return _Locked(self.path, self._catalogue, self._lock_timeout, files_only=files_only)
+    def _locked(self) -> Locked[Catalogue]:
+        """Locks the store for a `with` block, which gets catalogue, settings and time in ns."""
+        return Locked(self.path, self._catalogue, self._lock_timeout)
 
     def _settings(self) -> StoreSettings:
-        with _system_errors(self.path):
-            return StoreSettings.read(self.path)
+        return _settings_of(self.path)
 
     def _visible(
         self, name: str, catalogue: Catalogue, settings: StoreSettings, now_ns: int
     ) -> Snapshot:
-        snapshot = catalogue.snapshots.get(check_name(name))
+        stored = catalogue.access.stored(check_name(name))
+        snapshot = catalogue.look_up(stored)
+        if snapshot is None and stored != name:  # one that cannot be read has its files' name
+            snapshot = catalogue.look_up(name)
         if snapshot is not None and not snapshot.expired(now_ns, settings.ttl_seconds):
             return snapshot
         why = "there is no snapshot" if snapshot is None else "the time to live is over of snapshot"
-        close = difflib.get_close_matches(name, catalogue.snapshots, n=1)
+        close = difflib.get_close_matches(name, catalogue.similar(name), n=1)
         hint = f"; did you mean {close[0]!r}?" if close and close[0] != name else ""
         raise StorageError(f"{self.path}: {why} {name!r}{hint}")
 
-    def _annotate(self, name: str, **changes: Any) -> None:
+    def annotate(self, name: str, **changes: Any) -> None:
+        """Makes changes of `pinned` or `ttl_seconds` of the snapshot `name`. See `pin`, `set_ttl`.
+
+        Raises:
+            StorageError: there is none.
+        """
         with self._locked() as (catalogue, settings, now_ns):
             snapshot = self._visible(name, catalogue, settings, now_ns)
-            owner = catalogue.owners().get(name)
+            owner = snapshot.owner
             if owner is not None:
                 raise InvalidArgumentError(
-                    f"snapshot {name!r} belongs to {owner!r} and lives as long; name that one"
+                    f"snapshot {name!r} belongs to {snapshot.manifest.companion_of!r} and lives as "
+                    "long; name that one"
                 )
+            stored = snapshot.manifest.name
             tidy(catalogue, settings, now_ns)
-            make_room(catalogue, settings, SIDECAR_BYTES, kept=name)
+            make_room(catalogue, settings, SIDECAR_BYTES, kept=stored)
             sidecar = replace(snapshot.sidecar, error=None, **changes)
-            sidecar.write(catalogue.sidecar_path(name), snapshot.last_used_ns, settings.mode)
-
-    def _touch(self, catalogue: Catalogue, name: str) -> None:
-        """Marks a use, if the store is writable."""
-        now = time.time_ns()
-        for path in (catalogue.sidecar_path(name), catalogue.manifest_path(name)):
-            try:
-                os.utime(path, ns=(now, now))
-            except FileNotFoundError:  # without a sidecar the manifest's time is the last use
-                continue
-            except OSError:
-                return
-            return
+            sidecar.write(catalogue.sidecar_path(stored), snapshot.last_used_ns, settings.mode)
+            catalogue.add_note(stored)
 
 
-def _entry(
-    catalogue: Catalogue, snapshot: Snapshot, settings: StoreSettings, shares: dict[str, Any]
-) -> StoreEntry:
+def _settings_of(folder: str) -> StoreSettings:
+    with system_errors(folder):
+        return StoreSettings.read(folder)
+
+
+def _alive(
+    snapshots: Iterable[Snapshot], settings: StoreSettings, now_ns: int
+) -> Iterator[Snapshot]:
+    """Those that have not expired, and unreadable ones."""
+    for snapshot in snapshots:
+        if snapshot.manifest.error or not snapshot.expired(now_ns, settings.ttl_seconds):
+            yield snapshot
+
+
+def _entry(catalogue: Catalogue, snapshot: Snapshot, settings: StoreSettings) -> StoreEntry:
     manifest = snapshot.manifest
     companions = catalogue.companions(manifest.name)
     own = shared = 0.0
-    for part in (snapshot, *(catalogue.snapshots[name] for name in companions)):
-        alone, others = _bytes_of(catalogue, part, shares)
+    for part in (snapshot, *companions):
+        alone, others = _bytes_of(catalogue, part)
         own, shared = own + alone, shared + others
     return StoreEntry(
-        name=manifest.name,
+        name=catalogue.shown(snapshot),
         path=manifest.path,
         tokens=manifest.tokens,
         chunks=manifest.chunks,
@@ -448,73 +562,23 @@ def _entry(
         ttl_seconds=snapshot.ttl(settings.ttl_seconds),
         logical_digest=manifest.logical_digest,
         error=catalogue.error(snapshot),
-        companions=tuple(companions),
+        companions=tuple(map(catalogue.shown, companions)),
         companion_of=manifest.companion_of,
         segment=manifest.segment,
-        salt_digest=None if manifest.belonging is None else manifest.belonging.salt,
+        salt_digest=None if manifest.origin is None else manifest.origin.salt,
     )
 
 
-def _bytes_of(
-    catalogue: Catalogue, snapshot: Snapshot, shares: dict[str, Any]
-) -> tuple[float, float]:
+def _bytes_of(catalogue: Catalogue, snapshot: Snapshot) -> tuple[float, float]:
     """Bytes on disk that only this manifest needs, and those that others need too."""
     own, shared = float(snapshot.bytes), 0.0
     for pack, chunks in snapshot.manifest.uses.items():
-        if pack not in shares or not len(shares[pack]):
+        table = catalogue.pack(pack)
+        if table is None or not table.chunks:
             continue
-        each = catalogue.packs[pack].bytes / len(shares[pack])
-        chunks = chunks[chunks < len(shares[pack])]  # an error of the snapshot, which is told
-        alone = int(np.count_nonzero(shares[pack][chunks] == 1))
+        each = table.bytes / table.chunks
+        chunks = chunks[chunks < table.chunks]  # an error of the snapshot, which is told
+        alone = int(np.count_nonzero(table.counts[chunks] == 1))
         own += alone * each
         shared += (len(chunks) - alone) * each
     return own, shared
-
-
-class _Locked(_core.ExclusiveLock):
-    """A store's lock, which reads the store's contents when it is taken."""
-
-    def __init__(
-        self, folder: str, catalogue: Catalogue, timeout_seconds: float, *, files_only: bool
-    ) -> None:
-        super().__init__(f"{folder}/lock", timeout_seconds)
-        self._folder = folder
-        self._catalogue = catalogue
-        self._files_only = files_only
-
-    def entered(self) -> tuple[Catalogue, StoreSettings, int]:  # type: ignore[override]
-        """Catalogue, settings and time in ns, read with the lock held."""
-        try:
-            with _system_errors(self._folder):
-                settings = StoreSettings.read(self._folder)
-                if self._files_only:
-                    self._catalogue.refresh_files()
-                else:
-                    self._catalogue.refresh()
-        except BaseException as error:
-            self._forget_after(error)
-            raise
-        return self._catalogue, settings, time.time_ns()
-
-    def leaving(self, error: BaseException | None) -> None:
-        """Raises StorageError for an OSError of the block."""
-        self._forget_after(error)
-        with _system_errors(self._folder):
-            if isinstance(error, OSError) and not isinstance(error, PagerError):
-                raise error
-
-    def _forget_after(self, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, PagerError):
-            self._catalogue.forget()
-
-
-@contextlib.contextmanager
-def _system_errors(folder: str) -> Iterator[None]:
-    """Turns an OSError into a StorageError with the same message."""
-    try:
-        yield
-    except PagerError:  # StorageError is a subclass of OSError
-        raise
-    except OSError as error:
-        words = error.strerror or type(error).__name__
-        raise StorageError(f"{error.filename or folder}: {words}") from error

@@ -12,24 +12,28 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvpager import _core
+from kvpager._support.arguments import usable_path
+from kvpager._support.section_json import section_or_empty
 from kvpager.errors import InvalidArgumentError, PagerError, StorageError
-from kvpager.paths import usable_path
+from kvpager.stores.access import Access
 from kvpager.stores.base import ProgressCallback, SaveReport, StoreEntry, tokens_of
-from kvpager.stores.belonging import Belonging
-from kvpager.stores.companion import CompanionSnapshot
 from kvpager.stores.companions import (
     KINDS,
+    CompanionSnapshot,
     companion_name,
-    links_of,
+    named_companions,
+    owner_of,
     session_of_companion,
     session_of_primary,
 )
-from kvpager.stores.durable import sync_folder
+from kvpager.stores.encryption import StoreKey, make_key
+from kvpager.stores.files import PRIVATE, parse_mode, sync_folder
 from kvpager.stores.lock import remove_dead_temporaries
 from kvpager.stores.names import SNAPSHOT_SUFFIX
-from kvpager.stores.permissions import PRIVATE, parse_mode
+from kvpager.stores.origin import Origin
 from kvpager.stores.segments import noted_segment
 
 _log = logging.getLogger(__name__)
@@ -43,15 +47,23 @@ class FileStore:
             folder, and `entries` raises.
         mode: permissions of new files, such as 0o640 or "640", regardless of the umask. A replaced
             file gains no permission that it lacked.
+        key: encrypts new files and opens encrypted ones: a StoreKey, or 32 bytes. None: the key of
+            KVPAGER_STORE_KEY or KVPAGER_STORE_KEY_FILE; without one new files are plain. Plain
+            files are opened in any case.
 
     Raises:
         InvalidArgumentError: `mode` is no file mode that lets the owner read and write.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, *, mode: int | str = PRIVATE
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        mode: int | str = PRIVATE,
+        key: StoreKey | bytes | None = None,
     ) -> None:
         self.mode = parse_mode("mode", mode)
+        self._access = Access(secret=make_key(key), in_store=False)
         self.folder = None if folder is None else Path(usable_path(folder, "folder"))
 
     def save(
@@ -82,7 +94,7 @@ class FileStore:
             beside = {kind: report for kind, (_, report) in written}
             session = session_of_primary(session, beside)
             writer, report = self._write(stack, name, content, fingerprint, session, progress)
-            stale = [old for old in _companions(path) if old.suffix[1:] not in beside]
+            stale = [old for old in self._companions(path) if old.suffix[1:] not in beside]
             for _, (companion_writer, _) in written:
                 companion_writer.publish()
             writer.publish()
@@ -102,7 +114,7 @@ class FileStore:
         beside = companion_name(os.fspath(name), companion.kind)
         path = Path(self._path(beside))
         try:
-            if os.path.exists(path) and path not in _companions(owner):  # noqa: PTH110  # of any length
+            if os.path.exists(path) and path not in self._companions(owner):  # noqa: PTH110  # of any length
                 raise InvalidArgumentError(f"{path} is there already and does not belong to {name}")
             session = session_of_companion(companion.session, Path(owner).name)
             return self._write(
@@ -125,13 +137,13 @@ class FileStore:
         started = time.monotonic()
         path = self._path(name)
         chunks = list(range(content.chunks))
-        writer = _core.SnapshotWriter(path, content.layout, 0, self.mode)
+        writer = self._access.writer(path, content.layout, 0, self.mode)
         stack.callback(writer.discard)
         written = writer.write_content(content, chunks, fingerprint, session, progress)
         return writer, SaveReport(
             name=os.fspath(name),
             path=path,
-            tokens=tokens_of(content, session),
+            tokens=tokens_of(content, section_or_empty(session, path, "session")),
             chunks=len(chunks),
             chunks_written=len(chunks),
             bytes_written=written,
@@ -142,7 +154,7 @@ class FileStore:
 
     def open(self, name: str) -> _core.SnapshotReader:
         """Opens a file. See `SnapshotStore.open`."""
-        return _core.SnapshotReader.open(self._path(name))
+        return self._access.open(self._path(name))
 
     def find_prefix(self, hashes: Sequence[bytes]) -> _core.SnapshotReader | None:
         """Returns None: this store finds files by name only."""
@@ -162,7 +174,7 @@ class FileStore:
             files = [f for f in self.folder.iterdir() if f.suffix == SNAPSHOT_SUFFIX]
         except OSError as error:
             raise StorageError(f"{self.folder}: {error.strerror}") from error
-        return [_entry(file) for file in sorted(files)]
+        return [self._entry(file) for file in sorted(files)]
 
     def delete(self, name: str) -> None:
         """Removes a file and its companions' files, durably. See `SnapshotStore.delete`.
@@ -172,7 +184,7 @@ class FileStore:
                 removed but a power failure could bring it back.
         """
         path = self._path(name)
-        beside = _companions(path)
+        beside = self._companions(path)
         try:
             Path(path).unlink()
             _remove(beside)
@@ -184,40 +196,68 @@ class FileStore:
         path = usable_path(name, "name")
         return path if self.folder is None else os.fspath(self.folder / path)
 
+    def _companions(self, path: str) -> list[Path]:
+        """The companions of the file at `path`: those that it names, and those that name it.
+
+        One link is enough: both files may have been renamed, one may be damaged, or the primary may
+        never have been published.
+        """
+        primary = self._opened(path)
+        named = {} if primary is None else named_companions(_session_of(primary))
+        found = []
+        for kind in KINDS:
+            beside = companion_name(path, kind)
+            if not os.path.isfile(beside):  # noqa: PTH113  # no file has a name that long
+                continue
+            companion = self._opened(beside)
+            if companion is None:
+                bound = kind in named
+            else:
+                bound = (
+                    owner_of(_session_of(companion)) == Path(path).name
+                    or named.get(kind) == companion.logical_digest
+                )
+            if bound:
+                found.append(Path(beside))
+        return found
+
+    def _opened(self, path: str) -> _core.SnapshotReader | None:
+        """Opens a snapshot file; None if it cannot be read."""
+        try:
+            return self._access.open(path)
+        except PagerError:
+            return None
+
+    def _entry(self, file: Path) -> StoreEntry:
+        path = os.fspath(file)
+        try:
+            status = file.stat()
+            reader = self._access.open(path)
+            beside = self._companions(path)
+            size = status.st_size + sum(companion.stat().st_size for companion in beside)
+        except (OSError, PagerError) as error:
+            return StoreEntry(name=file.name, path=path, error=str(error))
+        session = _session_of(reader)
+        return StoreEntry(
+            name=file.name,
+            path=path,
+            tokens=tokens_of(reader, session),
+            chunks=reader.chunks,
+            bytes_own=size,
+            created=status.st_mtime,
+            last_used=status.st_mtime,
+            logical_digest=reader.logical_digest,
+            companions=tuple(companion.name for companion in beside),
+            segment=noted_segment(session, len(reader.tokens), path),
+            salt_digest=Origin.of(reader.fingerprint, session, path).salt,
+        )
+
     def __repr__(self) -> str:
         return f"FileStore({'' if self.folder is None else repr(os.fspath(self.folder))})"
 
 
-def _companions(path: str) -> list[Path]:
-    """The companions of the file at `path`: those that it names, and those that name it.
-
-    One link is enough: both files may have been renamed, one may be damaged, or the primary may
-    never have been published.
-    """
-    primary = _opened(path)
-    named = {} if primary is None else links_of(primary.session, path)[0]
-    found = []
-    for kind in KINDS:
-        beside = companion_name(path, kind)
-        if not os.path.isfile(beside):  # noqa: PTH113  # no file has a name that long
-            continue
-        companion = _opened(beside)
-        if companion is None:
-            bound = kind in named
-        else:
-            owner = links_of(companion.session, beside)[1]
-            bound = owner == Path(path).name or named.get(kind) == companion.logical_digest
-        if bound:
-            found.append(Path(beside))
-    return found
-
-
-def _opened(path: str) -> _core.SnapshotReader | None:
-    """Opens a snapshot file; None if it cannot be read."""
-    try:
-        return _core.SnapshotReader.open(path)
-    except PagerError:
-        return None
+def _session_of(reader: _core.SnapshotReader) -> dict[str, Any]:
+    return section_or_empty(reader.session, reader.path, "session")
 
 
 def _remove(files: Iterable[Path]) -> None:
@@ -227,27 +267,3 @@ def _remove(files: Iterable[Path]) -> None:
             file.unlink(missing_ok=True)
         except OSError as error:  # noqa: PERF203  # each by itself
             _log.warning("%s, which belongs to nothing any more: %s", file, error.strerror)
-
-
-def _entry(file: Path) -> StoreEntry:
-    path = os.fspath(file)
-    try:
-        status = file.stat()
-        reader = _core.SnapshotReader.open(path)
-        beside = _companions(path)
-        size = status.st_size + sum(companion.stat().st_size for companion in beside)
-    except (OSError, PagerError) as error:
-        return StoreEntry(name=file.name, path=path, error=str(error))
-    return StoreEntry(
-        name=file.name,
-        path=path,
-        tokens=tokens_of(reader, reader.session),
-        chunks=reader.chunks,
-        bytes_own=size,
-        created=status.st_mtime,
-        last_used=status.st_mtime,
-        logical_digest=reader.logical_digest,
-        companions=tuple(companion.name for companion in beside),
-        segment=noted_segment(reader.session, len(reader.tokens), path),
-        salt_digest=Belonging.of(reader.fingerprint, reader.session, path).salt,
-    )

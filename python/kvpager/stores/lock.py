@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvpager import _core
-from kvpager.arguments import is_number
+from kvpager._support.arguments import is_number
 from kvpager.errors import InvalidArgumentError
 from kvpager.stores.names import is_temporary
 
@@ -57,7 +57,7 @@ def in_use(path: str) -> bool:
     REQUIRES: the store's lock, without which the answer may be out of date.
     """
     try:
-        with _core.OwnedFile(path, _FLAGS) as file:
+        with _core.OwnedFile(path, _FLAGS | os.O_NONBLOCK) as file:  # a FIFO would not open
             return not file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

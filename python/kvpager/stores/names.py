@@ -8,12 +8,16 @@ import secrets
 from kvpager.errors import InvalidArgumentError
 
 SNAPSHOT_SUFFIX = ".kvsnap"
+BLOCKS_SUFFIX = ".kvblocks"  # packs of a chunk store
 SETTINGS_FILE = "store.json"
+INDEX_FILE = "index.sqlite3"
+INDEX_FILES = (INDEX_FILE, f"{INDEX_FILE}-wal", f"{INDEX_FILE}-shm")
 SIDECAR_SUFFIX = ".json"
 DAMAGE_SUFFIX = ".damaged"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _PACK = re.compile(r"([0-9a-f]{32})\.kvsnap")
+_BLOCK_PACK = re.compile(r"([0-9a-f]{32})\.kvblocks")
 _DAMAGE = re.compile(r"([0-9a-f]{32})\.damaged")
 _TEMPORARY = re.compile(r"\.kvsnap-[0-9a-f]+\.tmp")
 
@@ -47,6 +51,12 @@ def sidecar_of(file: str) -> str | None:
 def pack_of(file: str) -> str | None:
     """The id of the pack with this file name."""
     match = _PACK.fullmatch(file)
+    return match[1] if match else None
+
+
+def block_pack_of(file: str) -> str | None:
+    """The id of the pack of blocks with this file name."""
+    match = _BLOCK_PACK.fullmatch(file)
     return match[1] if match else None
 
 

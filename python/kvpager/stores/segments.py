@@ -12,7 +12,6 @@ from kvpager.errors import (
     PagerError,
     UnsupportedVersionError,
 )
-from kvpager.section_json import parse_section
 from kvpager.stores.names import check_name
 
 VERSION = 1
@@ -75,12 +74,10 @@ class SegmentNote:
         return {_NOTE: {"version": VERSION, **asdict(self)}}
 
 
-def noted_segment(session: str, held: int, path: str) -> SegmentNote | None:
-    """The note in a session's JSON text; None if there is none or it cannot be read."""
-    if f'"{_NOTE}"' not in session:
-        return None
+def noted_segment(session: Mapping[str, Any], held: int, path: str) -> SegmentNote | None:
+    """The note in a parsed session section; None if there is none or it cannot be read."""
     try:
-        return SegmentNote.of(parse_section(session, path, "session"), held, path)
+        return SegmentNote.of(session, held, path)
     except PagerError:  # loading the segment reports it
         return None
 

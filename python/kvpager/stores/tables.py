@@ -1,30 +1,98 @@
-"""Tables of the packs and manifests of a directory store, read once each."""
+"""What the files of a directory store say: packs, manifests and sidecars.
+
+A sidecar is a small file next to a manifest. Its modification time is the snapshot's last use; the
+manifest's is the time of the save.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager import _core
+from kvpager._model.layout import Layout
+from kvpager._support.section_json import section_or_empty
 from kvpager.errors import CorruptSnapshotError, PagerError
-from kvpager.layout import Layout
 from kvpager.stores.base import tokens_of
-from kvpager.stores.belonging import Belonging
-from kvpager.stores.chunk_index import Place
-from kvpager.stores.companions import links_of
-from kvpager.stores.own_name import name_in
+from kvpager.stores.companions import named_companions, owner_of
+from kvpager.stores.files import read_json, write_atomically
+from kvpager.stores.origin import Origin, name_in
 from kvpager.stores.segments import SegmentNote, noted_segment
-from kvpager.stores.sidecar import Sidecar
+from kvpager.stores.settings import NEVER, is_duration
 
-KNOWN_MINOR = 2  # newest format this store writes; newer files are read and never rewritten
+Hashes: TypeAlias = tuple[bytes, bytes]  # chain hash and content id of a chunk
+Opened: TypeAlias = Callable[[str], _core.SnapshotReader]  # opens a manifest or a pack by its path
+
+
+class PackChunk(NamedTuple):
+    """A chunk of a pack."""
+
+    pack: str
+    chunk: int
+
+
+SIDECAR_BYTES = 256  # more than any sidecar has
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The sidecar of one snapshot.
+
+    Attributes:
+        pinned: whether it never expires and is never evicted.
+        ttl_seconds: its time to live; None: the store's; infinity: it never expires.
+        error: why the file could not be read; then the snapshot counts as pinned, to be safe.
+    """
+
+    pinned: bool = False
+    ttl_seconds: float | None = None
+    error: str | None = None
+
+    def text(self) -> str:
+        """The contents of the file."""
+        ttl = NEVER if self.ttl_seconds == math.inf else self.ttl_seconds
+        return json.dumps({"pinned": self.pinned, "ttl_seconds": ttl}) + "\n"
+
+    def write(self, path: str, last_used_ns: int, mode: int) -> None:
+        """Writes the file, with the given last use as its time."""
+        write_atomically(path, self.text(), mode)
+        os.utime(path, ns=(last_used_ns, last_used_ns))
+
+    @classmethod
+    def read(cls, path: str) -> Sidecar:
+        """Reads the file; returns the defaults if there is none."""
+        try:
+            return cls.of(read_json(path), path)
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            return cls(pinned=True, error=f"{path}: cannot be read: {error.strerror}")
+        except ValueError as error:
+            return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {error}")
+
+    @classmethod
+    def of(cls, values: Any, path: str) -> Sidecar:
+        """Checks what the file at `path` holds."""
+        try:
+            pinned, ttl = values["pinned"], values["ttl_seconds"]
+        except (TypeError, KeyError) as error:
+            return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {error}")
+        number = is_duration(ttl)
+        if ttl == NEVER:
+            ttl, number = math.inf, True
+        if type(pinned) is not bool or not (ttl is None or number):
+            return cls(pinned=True, error=f"{path}: not the notes of a snapshot: {values!r}")
+        return cls(pinned, ttl)
 
 
 class Stamp(NamedTuple):
@@ -35,12 +103,19 @@ class Stamp(NamedTuple):
     mtime_ns: int
 
 
+HASH_BYTES, CONTENT_BYTES = 32, 16  # of a chain hash and of a content id
+_BOTH = HASH_BYTES + CONTENT_BYTES
+
+
 @dataclass(frozen=True)
 class Pack:
-    """A file of sealed chunks. It never changes, so each process reads it once.
+    """A file of sealed chunks. It never changes.
 
     Attributes:
         kind: identifies the layout; only chunks of one kind share a pack.
+        hashes: the chain hash and the content id of each chunk, one behind the other.
+        counts: [chunks] how many snapshots need each chunk.
+        users: number of snapshots that need it.
         damaged: chunks known to be damaged; they are not shared any more.
         error: why the file cannot be used; then it has no chunks.
         corrupt: whether `error` means damage, rather than a failed read or a newer version.
@@ -50,12 +125,13 @@ class Pack:
     path: str
     stamp: Stamp
     chunks: int = 0
-    kind: tuple[object, ...] = ()
-    chain_hashes: tuple[bytes, ...] = ()
-    content_ids: tuple[bytes, ...] = ()
+    kind: str = ""
+    hashes: bytes = b""
     summary_checksums: npt.NDArray[np.uint64] = field(
         default_factory=lambda: np.zeros(0, dtype=np.uint64)
     )
+    counts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    users: int = 0
     damaged: frozenset[int] = frozenset()
     error: str | None = None
     corrupt: bool = False
@@ -65,22 +141,31 @@ class Pack:
         """Size of the file."""
         return self.stamp.bytes
 
+    def chunk(self, number: int) -> Hashes:
+        """Chain hash and content id of a chunk."""
+        both = self.hashes[_BOTH * number : _BOTH * (number + 1)]
+        return both[:HASH_BYTES], both[HASH_BYTES:]
+
+    def is_sound(self, number: int) -> bool:
+        """Whether it has this chunk, and no damage of it is known."""
+        return 0 <= number < self.chunks and number not in self.damaged
+
     @classmethod
-    def read(cls, pack: str, path: str, stamp: Stamp) -> Pack:
+    def read(cls, pack: str, path: str, stamp: Stamp, opened: Opened) -> Pack:
         """Reads the table of the pack at `path`."""
         try:
-            reader = _core.SnapshotReader.open(path)
+            reader = opened(path)
             if reader.packs or reader.chunks != reader.sealed_chunks:
                 why = f"{path}: not a pack of sealed chunks"
                 return cls(pack, path, stamp, error=why, corrupt=True)
+            both = zip(reader.chain_hashes, reader.content_ids)
             return cls(
                 pack,
                 path,
                 stamp,
                 chunks=reader.chunks,
                 kind=_kind(reader),
-                chain_hashes=tuple(reader.chain_hashes),
-                content_ids=tuple(reader.content_ids),
+                hashes=b"".join(chain + content for chain, content in both),
                 summary_checksums=reader.summary_checksums,
             )
         except PagerError as error:
@@ -97,9 +182,8 @@ class Manifest:
         companion_of: name of the primary that it names.
         segment: the note of its segment; None for a session.
         saved_as: the name it records; None if it records none.
-        belonging: the salt and model it was saved under; None if it cannot be read.
-        packs: ids of the packs it needs, in order of first use.
-        pack_places: [sealed chunks, 2] pack number and chunk in it.
+        origin: the salt and model it was saved under; None if it cannot be read.
+        uses: the chunks it needs of each pack, packs in order of first use.
         error: why it cannot be opened; then the packs it needs are unknown.
         corrupt: whether `error` means damage, rather than a failed read or a newer version.
     """
@@ -109,57 +193,39 @@ class Manifest:
     stamp: Stamp
     tokens: int = 0
     chunks: int = 0
-    minor_version: int = 0
     logical_digest: str = ""
     companions: Mapping[str, str] = field(default_factory=dict)
     companion_of: str | None = None
     segment: SegmentNote | None = None
     saved_as: str | None = None
-    belonging: Belonging | None = None
-    packs: tuple[str, ...] = ()
-    pack_places: npt.NDArray[np.uint32] = field(
-        default_factory=lambda: np.zeros((0, 2), dtype=np.uint32)
-    )
+    origin: Origin | None = None
+    uses: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
     error: str | None = None
     corrupt: bool = False
 
-    @property
-    def sealed_chunks(self) -> int:
-        """Number of chunks that lie in packs."""
-        return len(self.pack_places)
-
-    def place(self, chunk: int) -> Place:
-        """The place of a sealed chunk."""
-        pack, number = self.pack_places[chunk].tolist()
-        return Place(self.packs[pack], number)
-
-    @cached_property
-    def uses(self) -> dict[str, npt.NDArray[np.uint32]]:
-        """The chunks it needs, by pack."""
-        numbers, chunks = self.pack_places[:, 0], self.pack_places[:, 1]
-        return {pack: chunks[numbers == number] for number, pack in enumerate(self.packs)}
-
     @classmethod
-    def read(cls, name: str, path: str, stamp: Stamp, packs_folder: str) -> Manifest:
+    def read(cls, name: str, path: str, stamp: Stamp, opened: Opened) -> Manifest:
         """Reads the table of the manifest at `path`."""
         try:
-            reader = _core.SnapshotReader.open(path, packs_folder)
-            companions, owner = links_of(reader.session, path)
+            reader = opened(path)
+            session = section_or_empty(reader.session, path, "session")
+            places = np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2)
             return cls(
                 name,
                 path,
                 stamp,
-                tokens=tokens_of(reader, reader.session),
+                tokens=tokens_of(reader, session),
                 chunks=reader.chunks,
-                minor_version=reader.minor_version,
                 logical_digest=reader.logical_digest,
-                companions=companions,
-                companion_of=owner,
-                segment=noted_segment(reader.session, len(reader.tokens), path),
-                saved_as=name_in(reader.session, path),
-                belonging=Belonging.of(reader.fingerprint, reader.session, path),
-                packs=tuple(pack for pack, _ in reader.packs),
-                pack_places=np.asarray(reader.places, dtype=np.uint32).reshape(-1, 2),
+                companions=named_companions(session),
+                companion_of=owner_of(session),
+                segment=noted_segment(session, len(reader.tokens), path),
+                saved_as=name_in(session),
+                origin=Origin.of(reader.fingerprint, session, path),
+                uses={
+                    pack: places[places[:, 0] == number, 1]
+                    for number, (pack, _) in enumerate(reader.packs)
+                },
             )
         except PagerError as error:
             # The manifest itself exists, so a pack is missing: permanent damage.
@@ -170,12 +236,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A manifest, its sidecar, and the time of its last use."""
+    """A manifest, its sidecar, and the time of its last use.
+
+    Attributes:
+        owner: name of the primary that it is a companion of, if both say so. Sidecar and last use
+            are then the primary's.
+    """
 
     manifest: Manifest
     sidecar: Sidecar
     sidecar_bytes: int
     last_used_ns: int
+    owner: str | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -198,11 +270,8 @@ class Snapshot:
         return self.mortal(default) and ttl is not None and now_ns - self.last_used_ns > ttl * 1e9
 
 
-def _kind(reader: Any) -> tuple[object, ...]:
-    return (
-        Layout.of(reader.layout),
-        reader.scorer,
-        reader.summary_page_bytes,
-        reader.fingerprint,
-        reader.legacy_names,
-    )
+def _kind(reader: Any) -> str:
+    """A digest of what all chunks of a pack have in common."""
+    layout = Layout.of(reader.layout)
+    parts = (layout, reader.scorer, reader.summary_page_bytes, reader.fingerprint)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

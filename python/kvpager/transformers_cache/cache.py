@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 import transformers
 
-from kvpager.arguments import as_integer, integer_of, refusal
+from kvpager._model.seam.causal_lm import cache_argument, decoder_of, vocab_size
+from kvpager._support.arguments import as_integer, integer_of, refusal
+from kvpager._support.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.config import PagerConfig, PagerOptions
 from kvpager.errors import InvalidArgumentError
-from kvpager.hf.cache_argument import cache_argument
-from kvpager.hf.decoder import decoder_of
-from kvpager.pager import ChunkInfo, Pager, Sequence
+from kvpager.pager import Ledger, Pager, Sequence
 from kvpager.progress import Progress
 from kvpager.stores import SaveReport, SnapshotStore
-from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.transformers_cache.host import Host
 from kvpager.transformers_cache.layers import PagedLayer
-from kvpager.transformers_cache.opening import configuration, open_host
-from kvpager.transformers_cache.saving import restored_batch, save_text
-from kvpager.transformers_cache.texts import Batch, Texts
+from kvpager.transformers_cache.opening import configuration, open_host, restored_batch, save_text
+from kvpager.transformers_cache.rows import TextBatch, Texts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,25 +30,11 @@ if TYPE_CHECKING:
 _MOST_REPEATS = 1 << 16
 
 
-class _Whole:
-    """What the layers of a cache ask; it does not refer to the cache."""
-
-    def __init__(self, host: Host, texts: Texts) -> None:
-        self._host = host
-        self._texts = texts
-
-    def columns(self) -> int:
-        return self._host.columns(self._texts)
-
-    def require_running(self) -> None:
-        self._host.require_running(self._texts)
-
-
 class Cache(transformers.Cache):
     """A transformers cache whose keys and values live in a pager.
 
-    Hand it to `model.generate(ids, past_key_values=cache)` or `model(ids, past_key_values=cache)`;
-    from transformers 5.24 on that argument is `cache`, and `past_key_values` gives a warning there.
+    Hand it to `model.generate(ids, cache=cache)` or `model(ids, cache=cache)`; before transformers
+    5.24 that argument is `past_key_values`, for which 5.24 gives a FutureWarning.
     In those calls, and in no others, the model's attention is computed over a pool of `pool_tokens`
     tokens, with the rest in host memory or on disk: exact full attention with `Dense()`, or the
     best chunks with `TopK(...)`. A prompt may be many times larger than the pool; it is run in
@@ -65,7 +48,7 @@ class Cache(transformers.Cache):
 
     Example:
         >>> cache = kvpager.Cache(model, pool_tokens=8192)
-        >>> out = model.generate(ids, past_key_values=cache, max_new_tokens=100)
+        >>> out = model.generate(ids, cache=cache, max_new_tokens=100)
         >>> cache.save("chat.kv")
         >>> cache = kvpager.Cache.restore(model, "chat.kv", pool_tokens=8192)
     """
@@ -74,7 +57,7 @@ class Cache(transformers.Cache):
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         config: PagerConfig | None = None,
         *,
         progress: Progress = None,
@@ -97,13 +80,12 @@ class Cache(transformers.Cache):
             InvalidArgumentError: an option is unknown or out of range.
             CapacityError, DeviceError: not enough memory, or no such device.
         """
-        self._open(open_host(model, configuration(config, options), progress), Batch())
+        self._open(open_host(model, configuration(config, options), progress), TextBatch())
 
-    def _open(self, host: Host, batch: Batch) -> None:
+    def _open(self, host: Host, batch: TextBatch) -> None:
         texts = Texts(batch)
-        whole = _Whole(host, texts)
         layers: list[Any] = [
-            PagedLayer(whole, is_sliding=window is not None) for window in host.known.windows
+            PagedLayer(host, texts, is_sliding=window is not None) for window in host.known.windows
         ]
         super().__init__(layers=layers)
         self.host = host  # the hooks work on it
@@ -114,7 +96,7 @@ class Cache(transformers.Cache):
     @classmethod
     def restore(
         cls,
-        model: Any,
+        model: torch.nn.Module,
         name_or_path: str | os.PathLike[str],
         *,
         store: SnapshotStore | None = None,
@@ -207,7 +189,7 @@ class Cache(transformers.Cache):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """What a snapshot of it can be restored under; see `kvpager.fingerprint`."""
+        """The fingerprint that its snapshots are restored under (docs/exactness.md)."""
         return self.host.known.fingerprint
 
     def keep_prefix(self, ids: TokenIdsLike) -> int:
@@ -222,8 +204,7 @@ class Cache(transformers.Cache):
         """
         self._require_idle("keep_prefix")
         batch = self.texts.batch
-        vocab = self.host.known.model.get_input_embeddings().weight.shape[0]
-        wanted = as_token_ids(ids, int(vocab))
+        wanted = as_token_ids(ids, vocab_size(self.host.known.model))
         if len(batch.sequences) > 1 or any(batch.pads):
             raise InvalidArgumentError(
                 f"keep_prefix: the cache holds {len(batch.sequences)} texts, or padding; expected "
@@ -267,7 +248,7 @@ class Cache(transformers.Cache):
     def reset(self) -> None:
         """Drops all texts."""
         self._require_idle("reset")
-        batch, self.texts.batch = self.texts.batch, Batch()
+        batch, self.texts.batch = self.texts.batch, TextBatch()
         batch.close()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -338,11 +319,11 @@ class Cache(transformers.Cache):
         self._require_open()
         return self.host.pager.stats()
 
-    def ledger(self, entry: int = 0) -> list[ChunkInfo]:
+    def ledger(self, entry: int = 0) -> Ledger:
         """The ledger's records of an entry's chunks, in logical order; none for an empty cache."""
         sequences = self.sequences
         if not sequences:
-            return []
+            return Ledger()
         at = as_integer(entry, "entry", 0, len(sequences) - 1, what="the texts of the cache")
         return sequences[at].ledger()
 
@@ -379,18 +360,13 @@ class Cache(transformers.Cache):
         else:
             self.texts.batch.close()
         self._closed = True
-        self.texts.batch = Batch()
+        self.texts.batch = TextBatch()
         self.host.caches -= 1
 
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

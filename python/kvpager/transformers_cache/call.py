@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from kvpager.hf.attention import current, replace
+from kvpager._model.seam.attention import current, replace
 from kvpager.pager import Forward, Pager
-from kvpager.transformers_cache.attention import CacheAttention
-from kvpager.transformers_cache.rows import Rows
-from kvpager.transformers_cache.texts import Batch, Texts
+from kvpager.transformers_cache.layers import CacheAttention
+from kvpager.transformers_cache.rows import Rows, TextBatch, Texts
 
 
-class Call:
-    """What a call of the model has done so far, and how to undo it.
+class CacheCall:
+    """The work of one call of the model so far, and how to undo it.
 
     A long prompt is run in several forwards of the decoder, each committed when it ends. Until the
     call ends, `undo` brings the texts back to what they were.
@@ -50,8 +49,8 @@ class Call:
         self.texts = texts
         self.before = texts.batch
         self._lengths = texts.batch.lengths
-        self._kept: Batch | None = None
-        self._after: Batch | None = None
+        self._kept: TextBatch | None = None
+        self._after: TextBatch | None = None
         self._frame = frame
         self._owners = (frame, frame.f_back)
         self._decoders: tuple[FrameType | None, ...] = ()

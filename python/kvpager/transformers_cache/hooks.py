@@ -10,38 +10,25 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from kvpager._model.seam.attention import current, replace
+from kvpager._model.seam.causal_lm import CACHE_ARGUMENTS, decoder_of
+from kvpager._model.seam.hooks import remove_hooks
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf.attention import current, replace
-from kvpager.hf.cache_argument import CACHE_ARGUMENTS
-from kvpager.hf.decoder import decoder_of
-from kvpager.transformers_cache.attention import CacheAttention
-from kvpager.transformers_cache.call import Call, joined
-from kvpager.transformers_cache.host import Host
+from kvpager.transformers_cache.call import CacheCall, joined
+from kvpager.transformers_cache.layers import CacheAttention
 from kvpager.transformers_cache.rows import Rows, rows_of
-from kvpager.transformers_cache.texts import Texts
 
-_PLACES = (
-    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
+if TYPE_CHECKING:
+    from kvpager.transformers_cache.cache import Cache
+
 # Per column, and cut with them; everything else has to be the same for all parts of a prompt.
 _CUT = ("input_ids", "position_ids", "token_type_ids")
 
 _signatures: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-
-class Given(Protocol):
-    """A cache of ours, as it is found among the arguments of a call."""
-
-    host: Host
-    texts: Texts
-
-    def require_model(self, module: torch.nn.Module) -> None:
-        """Raises InvalidArgumentError for modules of another model, and if it is closed."""
 
 
 class Hooks:
@@ -153,7 +140,7 @@ def after_model(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     cache.host.end(call, undo=output is None)
 
 
-def _run_but_last(module: Any, cache: Given, call: Call, arguments: dict[str, Any]) -> Any:
+def _run_but_last(module: Any, cache: Cache, call: CacheCall, arguments: dict[str, Any]) -> Any:
     """The arguments of the last part, whose forward has begun."""
     rows = rows_of(
         call.before,
@@ -207,7 +194,7 @@ def _part(
     return part
 
 
-def _require_possible(module: Any, cache: Given, arguments: dict[str, Any]) -> None:
+def _require_possible(module: Any, cache: Cache, arguments: dict[str, Any]) -> None:
     cache.require_model(module)
     wanted = arguments.get("output_attentions")
     if module.config.output_attentions if wanted is None else wanted:
@@ -219,7 +206,7 @@ def _require_possible(module: Any, cache: Given, arguments: dict[str, Any]) -> N
         raise InvalidArgumentError("the model is in training mode; call model.eval()")
 
 
-def _cache_in(module: Any, args: Any, kwargs: Any) -> Given | None:
+def _cache_in(module: Any, args: Any, kwargs: Any) -> Cache | None:
     """Our cache among the arguments of a call.
 
     None in a graph that torch compiles, for which a layer then refuses the cache.
@@ -263,12 +250,4 @@ def _named(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _remove(modules: Iterable[weakref.ref[Any]]) -> None:
     own = (before_model, after_model, before_decoder, after_decoder)
-    for reference in modules:
-        module = reference()
-        if module is None:
-            continue
-        for places in _PLACES:
-            hooks = getattr(module, places[0])
-            for number in [number for number, hook in list(hooks.items()) if hook in own]:
-                for place in places:
-                    getattr(module, place).pop(number, None)
+    remove_hooks([module for one in modules if (module := one()) is not None], own)

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from kvpager._model.seam.causal_lm import cache_argument
+from kvpager._model.watch.model_watch import ModelWatch
+from kvpager._support.process import MadeIn
 from kvpager.config import PagerConfig, frontier_blocks
 from kvpager.errors import CapacityError, InvalidArgumentError
-from kvpager.hf.cache_argument import cache_argument
-from kvpager.hf.watch import ModelWatch
 from kvpager.pager import Pager
-from kvpager.process import MadeIn
-from kvpager.transformers_cache.call import Call
-from kvpager.transformers_cache.texts import Texts
+from kvpager.transformers_cache.call import CacheCall
+from kvpager.transformers_cache.rows import Texts
 
 _POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
 class Known:
-    """What was found out about a model.
+    """Facts about a model.
 
     Attributes:
         windows: of each layer, in tokens; None: it has none.
@@ -41,7 +41,7 @@ class Known:
 
 
 class Host:
-    """What a cache and its forks share: the model, its hooks, and a pager.
+    """The model, its hooks and a pager, which a cache and its forks share.
 
     One call runs at a time.
     """
@@ -53,11 +53,11 @@ class Host:
         self._hooks: object | None = hooks
         self.made_in = MadeIn()
         self.caches = 0  # open ones
-        self._call: Call | None = None
+        self._call: CacheCall | None = None
         self._lock = threading.Lock()
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> CacheCall | None:
         """The call that goes on in this thread; one that an interrupt has ended is undone."""
         call = self._call
         if call is None:
@@ -68,7 +68,7 @@ class Host:
         return call if call.thread == threading.get_ident() else None
 
     def columns(self, texts: Texts) -> int:
-        """Of the texts' committed columns, also while a call runs."""
+        """The number of committed columns of the texts, also while a call runs."""
         if self._call is not None and not self._call.runs():
             self.end(self._call, undo=True)
         return texts.batch.columns
@@ -100,7 +100,7 @@ class Host:
                 f"{what}: a forward of the model with this cache is running; wait until it ends"
             )
 
-    def begin(self, texts: Texts, owner: Any, keep: int | None, frame: FrameType) -> Call:
+    def begin(self, texts: Texts, owner: Any, keep: int | None, frame: FrameType) -> CacheCall:
         """Begins a call, after those with other caches of this pager in other threads."""
         self.made_in.require("this cache")
         while True:
@@ -110,7 +110,7 @@ class Host:
                     self.end(call, undo=True)
                     call = None
                 if call is None:
-                    self._call = Call(
+                    self._call = CacheCall(
                         self.pager,
                         texts,
                         configs=self.known.configs,
@@ -131,7 +131,7 @@ class Host:
                     )
             time.sleep(_POLL_SECONDS)
 
-    def end(self, call: Call, *, undo: bool = False) -> None:
+    def end(self, call: CacheCall, *, undo: bool = False) -> None:
         """Ends a call."""
         if undo:
             call.undo()

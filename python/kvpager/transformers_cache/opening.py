@@ -1,27 +1,37 @@
-"""What is found out about a model before it gets a cache."""
+"""How a cache gets its model and pager, and how its text is saved and restored."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from kvpager import fingerprint as fingerprints
+from kvpager._model.facts import checked_model
+from kvpager._model.facts.opening import fingerprint_of
+from kvpager._model.facts.row_counts import conclude
+from kvpager._model.identity import fingerprint as fingerprints
+from kvpager._model.identity.behaviour import TOKENS, behave
+from kvpager._model.identity.settled import require_known_reading
+from kvpager._model.proof.own_attention import require_own_attention
+from kvpager._model.seam.attach import attach, configurations
+from kvpager._model.seam.recurrent import is_recurrent
+from kvpager._model.seam.rows import RowCounts
+from kvpager._model.seam.support import check_supported
+from kvpager._model.watch.model_watch import ModelWatch
+from kvpager._model.weights.digests import known_weights_digest
+from kvpager._runtime.snapshots.converting import in_layout
+from kvpager._runtime.snapshots.freezing import SESSION_VERSION, destination
 from kvpager.config import PagerConfig, known_options
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import RowCounts, attach, check_supported, layout_of
-from kvpager.hf.attach import configurations
-from kvpager.hf.behaviour import TOKENS, behave
-from kvpager.hf.own_attention import require_own_attention
-from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.settled import require_known_reading, settled_behaviour
-from kvpager.hf.watch import ModelWatch
-from kvpager.opening.choices import attention, common_window, row_choices, sized
-from kvpager.pager import Pager
+from kvpager.pager import Pager, SnapshotInfo
 from kvpager.pager.device import resolve
 from kvpager.progress import Progress, reporting_bytes
+from kvpager.stores import SaveReport, SnapshotStore
 from kvpager.transformers_cache.hooks import Hooks
 from kvpager.transformers_cache.host import Host, Known
-from kvpager.weights import known_weights_digest
+from kvpager.transformers_cache.rows import TextBatch
+
+_COUNTS = RowCounts(TOKENS)  # of the fingerprint: forwards of a cache have any number of rows
 
 
 def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> PagerConfig:
@@ -32,11 +42,7 @@ def configuration(config: PagerConfig | None, options: Mapping[str, Any]) -> Pag
             f"exact is {options['exact']!r}; forwards of transformers have row counts of their "
             "own, so a Cache promises no bits: leave it out, or use kvpager.Engine"
         )
-    if config is None:
-        config = PagerConfig(**{"pool_tokens": "auto", **options, "exact": False})
-    elif not isinstance(config, PagerConfig):
-        raise InvalidArgumentError(f"config is {config!r}; expected a PagerConfig")
-    config = config.replace(**{**options, "exact": False})
+    config = checked_model.configuration(config, {**options, "exact": False})
     if config.compress_weights:
         raise InvalidArgumentError(
             "compress_weights is True; forwards of a Cache are transformers' own and read no "
@@ -57,38 +63,78 @@ def open_host(model: Any, config: PagerConfig, progress: Progress) -> Host:
             'has no place for; use kvpager.Engine(model, exact="reuse")'
         )
     place = resolve(config.device, model.device)
-    rows = row_choices(config, model, gathers_experts=False)[0]
+    rows = checked_model.row_choices(config, model, gathers_experts=False)[0]
     watch = ModelWatch(model)
     attach(model)
     require_known_reading(model, watch)
     require_own_attention(model, config.chunk_tokens, packed=False)
-    behaviour = behave(model, RowCounts(TOKENS))
-    seen = behaviour.seen
-    layout = layout_of(model, seen, config)
-    config, _ = sized(config, model, layout, rows, place)
-    q_heads, kernel_version = attention(seen, layout, config, place)
+    done, counts = behave(model, _COUNTS), RowCounts(rows)
+    found = conclude(model, config, place, done.seen, counts, behaviour=done.digest)
     with reporting_bytes(progress, "hash weights") as report:
         weights = known_weights_digest(model, report)
-    fingerprint = fingerprints.describe(
-        model,
-        config,
-        layout,
-        weights=weights,
-        row_counts=RowCounts(TOKENS),
-        kernel_version=kernel_version,
-        behaviour=settled_behaviour(model, watch, RowCounts(TOKENS), found=behaviour.digest),
-    )
-    watch.check(thorough=True)
+    fingerprint = fingerprint_of(model, watch, found, _COUNTS, weights)
     pager = Pager(
-        layout,
-        config,
+        found.layout,
+        found.config,
         rows=rows,
         fingerprint=fingerprint,
-        window=common_window(seen),
+        window=found.window,
         device=place.name,
-        q_heads=q_heads,
+        q_heads=found.q_heads,
     )
-    windows = tuple(seen.windows[layer] for layer in range(layout.layers))
+    windows = tuple(done.seen.windows[layer] for layer in range(found.layout.layers))
     configs = frozenset(map(id, configurations(model)))
-    known = Known(model, config, windows, configs, fingerprint, watch)
+    known = Known(model, found.config, windows, configs, fingerprint, watch)
     return Host(known, pager, Hooks.of(model))
+
+
+def save_text(
+    host: Host,
+    batch: TextBatch,
+    name_or_path: str | os.PathLike[str],
+    store: SnapshotStore | None,
+    progress: Progress,
+) -> SaveReport:
+    """See `Cache.save`."""
+    if len(batch.sequences) != 1 or any(batch.pads) or any(batch.offsets):
+        what = f"{len(batch.sequences)} texts" if len(batch.sequences) != 1 else "padding"
+        raise InvalidArgumentError(
+            f"save: the cache holds {what}; expected one text from position 0 on"
+            + (": fork it and call batch_select_indices" if len(batch.sequences) > 1 else "")
+        )
+    sequence = batch.sequences[0]
+    if not sequence.length:
+        raise InvalidArgumentError("save: the cache is empty; call generate first")
+    name, target = destination(name_or_path, store)
+    host.known.watch.check(thorough=True)
+    content = sequence.freeze()
+    with reporting_bytes(progress, "save") as report:
+
+        def advance(done: int, total: int) -> None:
+            report(done, total)
+
+        return target.save(
+            name,
+            content,
+            fingerprint=host.pager.fingerprint_json,
+            session=sequence.session_text({"version": SESSION_VERSION, "pending": None}, content),
+            progress=advance,
+        )
+
+
+def restored_batch(
+    host: Host,
+    name_or_path: str | os.PathLike[str],
+    store: SnapshotStore | None,
+    on_mismatch: str,
+) -> TextBatch:
+    """See `Cache.restore`."""
+    name, source = destination(name_or_path, store)
+    snapshot = SnapshotInfo.of(source.open(name))
+    snapshot.require_restorable()
+    provenance = fingerprints.compare(
+        host.known.fingerprint, snapshot.fingerprint, on_mismatch=on_mismatch, source=snapshot.path
+    )
+    snapshot = in_layout(snapshot, host.pager.layout, salt="")
+    sequence = host.pager.restore(snapshot, provenance=provenance)
+    return TextBatch((sequence,), (0,), (0,), sequence.length)

@@ -1,4 +1,7 @@
-"""What the columns of one call are: padding, tokens that a cache has already, or new ones."""
+"""The texts of a cache, one per batch entry, and the columns of one call.
+
+A column is padding, a token that the cache already has, or a new token.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,66 @@ import numpy.typing as npt
 import torch
 
 from kvpager.errors import InvalidArgumentError
-from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Pager, Span
-from kvpager.transformers_cache.texts import Batch
+from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Pager, Sequence, Span
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """The texts of a cache at one moment.
+
+    transformers counts columns, the same number for all entries; shorter texts begin with padding.
+
+    Attributes:
+        sequences: the K/V of each entry; none before the first call.
+        pads: columns of padding before each text.
+        offsets: of each text, the `position_ids` of its first token.
+        columns: of all entries.
+    """
+
+    sequences: tuple[Sequence, ...] = ()
+    pads: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    columns: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each text."""
+        return tuple(sequence.length for sequence in self.sequences)
+
+    def of(self, sequences: tuple[Sequence, ...], indices: tuple[int, ...]) -> TextBatch:
+        """The entries `indices`, in this order, with these sequences."""
+        return replace(
+            self,
+            sequences=sequences,
+            pads=tuple(self.pads[index] for index in indices),
+            offsets=tuple(self.offsets[index] for index in indices),
+        )
+
+    def first(self, columns: int, sequences: tuple[Sequence, ...] | None = None) -> TextBatch:
+        """Its first columns; sequences: already cut."""
+        return replace(
+            self,
+            sequences=self.sequences if sequences is None else sequences,
+            pads=tuple(min(pad, columns) for pad in self.pads),
+            columns=columns,
+        )
+
+    def close(self) -> None:
+        """Closes its sequences."""
+        for sequence in self.sequences:
+            sequence.close()
+
+
+class Texts:
+    """The current texts of one cache; its layers and calls share this object.
+
+    Attributes:
+        batch: replaced as a whole whenever a text changes.
+    """
+
+    def __init__(self, batch: TextBatch) -> None:
+        self.batch = batch
+
 
 Columns = npt.NDArray[np.integer[Any]]  # [batch, columns]
 
@@ -49,7 +110,7 @@ class Rows:
         known: columns at the beginning of the call whose K/V exist in every entry.
     """
 
-    before: Batch
+    before: TextBatch
     first: int
     tokens: npt.NDArray[np.int32]
     entries: tuple[Entry, ...]
@@ -94,7 +155,7 @@ class Rows:
             spans += [part for part in parts if part[2]]
         return spans, self.tokens[:, start:stop].reshape(-1)
 
-    def after(self, stop: int) -> Batch:
+    def after(self, stop: int) -> TextBatch:
         """The cache's texts once its first `stop` columns are committed."""
         columns = max(self.before.columns, self.first + stop)
         return replace(
@@ -106,7 +167,7 @@ class Rows:
 
 
 def rows_of(
-    before: Batch,
+    before: TextBatch,
     pager: Pager,
     ids: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -128,7 +189,9 @@ def rows_of(
     batch, columns = tokens.shape
     first, paddings = _places(before, batch, columns, mask, positions)
     if not before.sequences:
-        before = Batch(tuple(pager.sequence() for _ in range(batch)), (0,) * batch, (0,) * batch)
+        before = TextBatch(
+            tuple(pager.sequence() for _ in range(batch)), (0,) * batch, (0,) * batch
+        )
     given = None if positions is None else positions.detach().cpu().numpy()
     entries = []
     for at, (sequence, pads) in enumerate(zip(before.sequences, paddings)):
@@ -150,7 +213,7 @@ def rows_of(
     return Rows(before, first, tokens, tuple(entries), known if first < before.columns else 0)
 
 
-def _tokens(before: Batch, ids: torch.Tensor | None) -> npt.NDArray[np.int32]:
+def _tokens(before: TextBatch, ids: torch.Tensor | None) -> npt.NDArray[np.int32]:
     if ids is None:
         raise InvalidArgumentError(
             "input_ids is missing; a kvpager cache keeps the token ids beside their K/V, so it "
@@ -176,7 +239,7 @@ def _tokens(before: Batch, ids: torch.Tensor | None) -> npt.NDArray[np.int32]:
 
 
 def _places(
-    before: Batch,
+    before: TextBatch,
     batch: int,
     columns: int,
     mask: torch.Tensor | None,
@@ -221,7 +284,7 @@ def _places(
 
 
 def _offset(
-    before: Batch,
+    before: TextBatch,
     at: int,
     positions: npt.NDArray[Any] | None,
     padding: int,
@@ -229,7 +292,7 @@ def _offset(
     length: int,
     pads: int,
 ) -> int:
-    """What `position_ids` says of the text's first token; checks that they count on from it."""
+    """The first token's `position_ids`; checks that later ones count on from it."""
     if positions is None:
         return before.offsets[at] if length else pads
     own = positions[min(at, len(positions) - 1)][padding:]

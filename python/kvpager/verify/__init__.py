@@ -4,7 +4,7 @@
         report = verify(subject)
     print(report)
 
-`kvpager verify` is this as a command, and `Engine(verify=True)` a short form of it.
+`kvpager verify` is this as a command, and `Engine(verify=verify_engine)` a short form of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvpager.verify.check import Outcome
     from kvpager.verify.relations import RELATIONS, Relation, relation
     from kvpager.verify.report import Report
-    from kvpager.verify.run import check_relation, verify, verify_selections
+    from kvpager.verify.run import check_relation, verify, verify_engine, verify_selections
     from kvpager.verify.subject import Subject
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "compare_bits",
     "relation",
     "verify",
+    "verify_engine",
     "verify_selections",
 ]
 
@@ -48,6 +49,7 @@ _HOME = {
     "compare_bits": "bits",
     "relation": "relations",
     "verify": "run",
+    "verify_engine": "run",
     "verify_selections": "run",
 }
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvpager.verify.check import DIFFERS, FAILED
+from kvpager.verify.relations import RELATIONS
 from kvpager.verify.report import Report
 
 if TYPE_CHECKING:
+    from kvpager._model.proof.shapes import ShapeReport
     from kvpager.engine import Engine
-    from kvpager.hf.shapes import ShapeReport
 
-# Relations that exact="reuse", which decodes with one row, does not promise.
-_OF_ALL = {"decoded", "packed", "speculated", "re-scored"}
 _SMALL = 16  # more decode rows than this cost noticeably more than one
 
 
@@ -25,23 +24,23 @@ def advice_for(report: Report, engine: Engine) -> list[str]:
 
 def advice_on_refusal(model: Any, reason: str) -> list[str]:
     """Sentences on a model that an engine refuses."""
-    said = []
+    advice = []
     if "experts" in reason:
-        said.append(
+        advice.append(
             'choose experts that treat each row alone: model.set_experts_implementation("batched_mm'
             '"), or --experts batched_mm here'
         )
     if "RoPE" in reason:
-        said.append(
+        advice.append(
             'choose frequencies that do not follow the longest row: rope_type "default", "linear", '
             '"llama3" or "yarn" in config.rope_parameters'
         )
-    if "row" in reason and not said:
-        said.append(
+    if "row" in reason and not advice:
+        advice.append(
             "try one torch thread (--threads 1), rows that are a multiple of 64 (--rows 64), or "
             f"another dtype than {str(model.dtype).removeprefix('torch.')} (--dtype)"
         )
-    return said
+    return advice
 
 
 def _on_relations(report: Report, engine: Engine) -> Iterator[str]:
@@ -54,7 +53,7 @@ def _on_relations(report: Report, engine: Engine) -> Iterator[str]:
         return
     if broken and engine.row_counts.smaller:
         yield 'forwards of fewer rows can be ruled out with --small-rows fixed (small_rows="fixed")'
-    if broken and broken <= _OF_ALL:
+    if broken and broken <= {relation.name for relation in RELATIONS if relation.of_all}:
         yield (
             'prompts and sealed chunks are exact as they are: exact="reuse" promises these alone, '
             "and decodes one row at a time"

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpager.hf.bits import as_bits
+from kvpager._model.seam.rows import as_bits
 
 Array: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
-Place: TypeAlias = "str | Callable[[tuple[int, ...]], str]"
+PlaceName: TypeAlias = "str | Callable[[tuple[int, ...]], str]"
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
@@ -100,7 +100,7 @@ class Comparison:
         return {**vars(self), "first": None if self.first is None else self.first.to_json()}
 
 
-def compare_bits(actual: Array, expected: Array, place: Place = "") -> Comparison:
+def compare_bits(actual: Array, expected: Array, place: PlaceName = "") -> Comparison:
     """Compares every bit of two arrays of the same shape and dtype.
 
     Args:
@@ -160,7 +160,7 @@ def _dtype_name(array: Array) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
-def _place_of(place: Place, index: tuple[int, ...]) -> str:
+def _place_of(place: PlaceName, index: tuple[int, ...]) -> str:
     if not isinstance(place, str):
         return place(index)
     where = f"[{', '.join(map(str, index))}]"

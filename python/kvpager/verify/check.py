@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from kvpager.verify.bits import Array, Comparison, Place, compare_bits
+from kvpager.verify.bits import Array, Comparison, PlaceName, compare_bits
 
 if TYPE_CHECKING:
+    from kvpager._support.tokens import TokenIds
     from kvpager.session import Session
-    from kvpager.tokens import TokenIds
     from kvpager.verify.recording import Recording
 
 Status: TypeAlias = Literal["same", "within", "differs", "failed", "not run", "does not apply"]
@@ -126,7 +126,7 @@ class Check:
         self._case = words
         self.cases += 1
 
-    def bits(self, actual: Array, expected: Array, place: Place) -> None:
+    def bits(self, actual: Array, expected: Array, place: PlaceName) -> None:
         """Compares two arrays; `place` as for `compare_bits`."""
         self.comparison += compare_bits(actual, expected, self._placed(place))
 
@@ -190,7 +190,7 @@ class Check:
             return cold
         return self._cold_run(cold.tokens[:length])
 
-    def _placed(self, place: Place) -> Place:
+    def _placed(self, place: PlaceName) -> PlaceName:
         if not self._case:
             return place
         case = self._case

@@ -2,11 +2,14 @@
 
 A job is a JSON object: "model" (folder), "weights" (its digest), "dtype", "experts"
 (implementation, or null), "threads", "device" (the model's) and "tasks",
-each with "do", "config" (see config_json.py) and:
+each with "do", "config" (see config.py) and:
 
 - "cold": "ids"; records a cold run.
 - "restore": "snapshot", "ids" and "new_tokens"; restores, prefills the rest, generates, records.
-- "score": "texts", token ids each; the log-probabilities that `Engine.score` gives.
+- "score": "texts", token ids each; the log-probabilities that `Engine.score` returns.
+
+Buffers that transformers does not save, such as a rotary embedding's frequencies, are in a file
+next to the weights: they are computed on load, and differ in a model that was cast as a whole.
 """
 
 from __future__ import annotations
@@ -17,8 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
-from kvpager.children import serve
+from kvpager._support.children import serve
+from kvpager.verify.sweep import PLAIN
+
+_FILE = "kvpager-buffers.safetensors"
+
+
+def save_buffers(model: Any, folder: Path) -> None:
+    """Writes all buffers of a model beside its weights."""
+    tensors = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    save_file(tensors, folder / _FILE)
+
+
+def load_buffers(model: Any, folder: Path) -> None:
+    """Replaces a loaded model's buffers by those that `save_buffers` wrote, if it did."""
+    if not (folder / _FILE).is_file():
+        return
+    for name, tensor in load_file(folder / _FILE).items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(leaf, tensor, persistent=False)
 
 
 def main(argv: list[str]) -> int:
@@ -47,9 +69,9 @@ def _load(job: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from kvpager._model.weights.digests import weights_digest
     from kvpager.errors import InvalidArgumentError
-    from kvpager.verify.buffers import load_buffers
-    from kvpager.weights import weights_digest
+    from kvpager.verify.child import load_buffers
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(job["threads"])
@@ -68,7 +90,7 @@ def _load(job: Mapping[str, Any]) -> Any:
 
 
 def _engine(model: Any, task: Mapping[str, Any]) -> Any:
-    from kvpager.config_json import config_from_json
+    from kvpager.config import config_from_json
     from kvpager.engine import Engine
 
     return Engine(model, config_from_json(task["config"]))
@@ -76,7 +98,7 @@ def _engine(model: Any, task: Mapping[str, Any]) -> Any:
 
 def _cold(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     from kvpager import _core
-    from kvpager.verify.cold import cold_run
+    from kvpager.verify.recording import cold_run
 
     with _engine(model, task) as engine:
         return {"isa": _core.isa_name()}, cold_run(
@@ -94,7 +116,7 @@ def _restore(model: Any, task: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         logits = {session.committed - 1: session.logits}
         if task["new_tokens"]:
             for _ in session.generate(
-                task["new_tokens"], temperature=1.0, seed=7, eos=None, stream="tokens"
+                task["new_tokens"], temperature=1.0, seed=7, **PLAIN, stream="tokens"
             ):
                 logits[session.committed - 1] = session.logits
         recording = record(session, logits)

@@ -9,7 +9,7 @@ from kvpager.verify.bits import Comparison
 from kvpager.verify.check import DIFFERS, FAILED, NOT_RUN, Outcome
 
 if TYPE_CHECKING:
-    from kvpager.hf.shapes import ShapeReport
+    from kvpager._model.proof.shapes import ShapeReport
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Report:
     Attributes:
         about: what was verified: model, dtype, threads, row counts and the like.
         outcomes: of every relation, under every selection.
-        shapes: findings on each shape of layer, from `kvpager.hf.shapes.probe_shapes`.
+        shapes: findings on each shape of layer, from `kvpager._model.proof.shapes.probe_shapes`.
         advice: suggestions, in sentences.
         refusal: why an engine refuses the model, so that nothing was checked; else empty.
         seconds: duration.

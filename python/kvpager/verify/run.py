@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvpager import _core
-from kvpager._version import __version__
-from kvpager.children import ChildError
+from kvpager import __version__, _core
+from kvpager._support.children import ChildError
 from kvpager.config import Dense, TopK, describe_selection
-from kvpager.errors import CapacityError, PagerError, StorageError
+from kvpager.errors import CapacityError, PagerError, StorageError, VerificationError
 from kvpager.verify.check import (
     DIFFERS,
     FAILED,
@@ -30,9 +29,11 @@ from kvpager.verify.check import (
 )
 from kvpager.verify.relations import RELATIONS, Relation
 from kvpager.verify.report import Report
+from kvpager.verify.subject import Subject
 
 if TYPE_CHECKING:
-    from kvpager.verify.subject import Subject
+    from kvpager.engine import Engine
+
 
 # Called with a relation's name, the selection, and how many are done, of how many in all.
 OnRelation: TypeAlias = Callable[[str, str, int, int], object] | None
@@ -68,14 +69,16 @@ def verify(
     start = time.perf_counter()
     report = Report(about=_about(subject))
     first, chosen = RELATIONS[0], [each for each in relations if each is not RELATIONS[0]]
-    agreed = _told(subject, first, on_relation, 0, 1 + len(chosen))
+    agreed = _announced_outcome(subject, first, on_relation, 0, 1 + len(chosen))
     report.outcomes.append(agreed)
     for done, relation in enumerate(chosen, start=1):
         if not agreed.kept:
             reason = f"there is nothing to compare with: {first.name} {agreed.status}"
             report.outcomes.append(_not_run(subject.selection, relation, reason))
         else:
-            report.outcomes.append(_told(subject, relation, on_relation, done, 1 + len(chosen)))
+            report.outcomes.append(
+                _announced_outcome(subject, relation, on_relation, done, 1 + len(chosen))
+            )
     report.lengths = sorted(subject.lengths)
     report.seconds = time.perf_counter() - start
     return report
@@ -96,18 +99,11 @@ def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Re
     report.seconds = time.perf_counter() - start
     if not isinstance(subject.config.selection, Dense):
         return report
-    relations = [
-        relation for relation in RELATIONS if not (relation.of_kernels or relation.up_to_rounding)
-    ]
+    relations = [relation for relation in RELATIONS if not relation.once]
     if subject.effort != "full":
         relations = [relation for relation in relations if not relation.processes]
     sweep = subject.sweep
-    chosen = TopK(
-        chunks=2,
-        sinks=sweep.chunk,
-        recent=sweep.rows,
-        scorer=subject.config.scorer_name,
-    )
+    chosen = TopK(chunks=2, sinks=sweep.chunk, recent=sweep.rows)
     try:
         with subject.under(selection=chosen) as other:
             third = verify(other, relations, on_relation=on_relation)
@@ -115,7 +111,8 @@ def verify_selections(subject: Subject, *, on_relation: OnRelation = None) -> Re
         report.lengths = sorted({*report.lengths, *third.lengths})
     except PagerError as error:  # no engine under this selection
         report.outcomes += [
-            _not_run(describe_selection(chosen), relation, _said(error)) for relation in relations
+            _not_run(describe_selection(chosen), relation, _error_text(error))
+            for relation in relations
         ]
     report.seconds = time.perf_counter() - start
     return report
@@ -129,11 +126,7 @@ def moved_order(seed: int) -> list[Relation]:
 
     Leaves out relations that start fresh processes, which have no earlier calls.
     """
-    again = [
-        relation
-        for relation in RELATIONS
-        if not (relation.processes or relation.of_kernels or relation.up_to_rounding)
-    ]
+    again = [relation for relation in RELATIONS if not (relation.processes or relation.once)]
     order = again[1:]
     random.Random(seed).shuffle(order)
     if order == again[1:]:
@@ -152,7 +145,7 @@ def memory_moved(seed: int) -> Iterator[Sequence[torch.Tensor]]:
     yield held
 
 
-def _told(
+def _announced_outcome(
     subject: Subject, relation: Relation, on_relation: OnRelation, done: int, total: int
 ) -> Outcome:
     if on_relation is not None:
@@ -166,19 +159,19 @@ def check_relation(subject: Subject, relation: Relation) -> Outcome:
         reason = f"not promised with exact={subject.config.exact!r}"
         return _outcome(subject.selection, relation, NOT_APPLICABLE, Check(), 0.0, reason)
     start = time.perf_counter()
-    check = Check(subject.cold if subject.engine().core.recurrence is not None else None)
+    check = Check(subject.cold if subject.engine().core.facts.recurrence is not None else None)
     status, reason = SAME, ""
     try:
         relation.compare(subject, check)
     except DoesNotApplyError as error:
         status, reason = NOT_APPLICABLE, str(error)
     except (NotRunError, *_NO_ROOM) as error:
-        status, reason = NOT_RUN, _said(error)
+        status, reason = NOT_RUN, _error_text(error)
     except ChildError as error:
         unable = not error.kind or error.kind in _NO_ROOM_NAMES
         status, reason = (NOT_RUN if unable else FAILED), str(error)
     except Exception as error:  # a refusal or a crash breaks the promise
-        status, reason = FAILED, _said(error)
+        status, reason = FAILED, _error_text(error)
     if not check.comparison.same:  # whatever came afterwards
         status = DIFFERS
     elif check.broken:
@@ -217,7 +210,7 @@ def _outcome(
     )
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -239,3 +232,24 @@ def _about(subject: Subject) -> dict[str, Any]:
         "effort": subject.effort,
         "prompt_tokens": len(subject.prompt),
     }
+
+
+def verify_engine(engine: Engine) -> Report:
+    """Checks the relations that need no other process or engine; takes about a second.
+
+    Leaves chunks and counters behind: reset the pager afterwards.
+
+    Raises:
+        InvalidArgumentError: the engine promises nothing (`exact=False`).
+        VerificationError: a relation does not hold, or could not be checked; `.report` says all.
+    """
+    with Subject(engine.model, engine.config, effort="start", engine=engine) as subject:
+        report = verify(subject, [relation for relation in RELATIONS if relation.at_start])
+    if not report.kept:
+        raise VerificationError(
+            f"{type(engine.model).__name__} does not keep the promise of exact="
+            f"{engine.config.exact!r} here: {report.verdict()}; `kvpager verify` tells more and "
+            "has advice, verify=None uses the engine nevertheless",
+            report=report,
+        )
+    return report

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvpager import numerics
-from kvpager.children import Job, run_children
+from kvpager._model.weights import numerics
+from kvpager._support.children import Job, run_children
+from kvpager._support.tokens import TokenIds, TokenIdsLike, as_token_ids
 from kvpager.config import PagerConfig, describe_selection
 from kvpager.errors import InvalidArgumentError
-from kvpager.tokens import TokenIds, TokenIdsLike, as_token_ids
-from kvpager.verify.buffers import save_buffers
-from kvpager.verify.cold import cold_run
-from kvpager.verify.recording import Recording
+from kvpager.verify.child import save_buffers
+from kvpager.verify.recording import Recording, cold_run
 from kvpager.verify.sweep import EFFORTS, Effort, Sweep
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Subject:
 
     def _prepare(self) -> None:
         engine = self.engine()
-        if engine.core.recurrence is None:
+        if engine.core.facts.recurrence is None:
             # M follows the pool's size where it is left to the engine; here one M is meant.
             self.config = self.config.replace(rows=engine.rows)
         longest = getattr(self.model.config, "max_position_embeddings", None)
@@ -110,7 +109,7 @@ class Subject:
 
     @property
     def selection(self) -> str:
-        """What rows attend to, in one line."""
+        """Describes what rows attend to, in one line."""
         return ", ".join(filter(None, (describe_selection(self.config.selection), self._label)))
 
     @property
@@ -151,7 +150,7 @@ class Subject:
         return engine.adopt(engine.pager.sequence(salt=salt or new_salt()))
 
     def cold(self, ids: TokenIds) -> Recording:
-        """What a cold run of these tokens gives; computed once."""
+        """The recording of a cold run of these tokens; computed once."""
         key = np.asarray(ids, dtype=np.int32).tobytes()
         self.lengths.add(len(ids))
         if key not in self._cold:
@@ -164,7 +163,7 @@ class Subject:
 
         Not where layers are recurrent: there a text's tail is computed otherwise than its chunks.
         """
-        if self.engine().core.recurrence is not None:
+        if self.engine().core.facts.recurrence is not None:
             return None
         return next((run for ids, run in self._cold.items() if ids.startswith(key)), None)
 
@@ -281,5 +280,5 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def new_salt() -> str:
-    """One that no other sequence of this process has."""
+    """Returns a salt that no other sequence of this process has."""
     return f"verify {next(_SALTS)}"

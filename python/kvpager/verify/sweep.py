@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kvpager.config import PagerConfig, TopK
 
 Effort: TypeAlias = Literal["start", "short", "full"]
 EFFORTS: tuple[Effort, ...] = ("start", "short", "full")
+# Options of every generation: nothing of the model's own decides what is compared.
+PLAIN: dict[str, Any] = {"eos": None, "generation_config": None}
 _LONGEST = 4096  # tokens a selection may make the prompt longer by
 _HEADROOM = 48  # tokens that relations add to the prompt
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is tried with forwards of M = `rows` rows and chunks of C = `chunk` tokens.
+    """Lengths and numbers tried, with forwards of M = `rows` rows and chunks of C = `chunk` tokens.
 
     Attributes:
         rows, chunk: M and C.
@@ -135,7 +137,7 @@ class Sweep:
 
 
 def _within(lengths: list[int], length: int) -> list[int]:
-    """Those that leave something to compute; the longest possible where none does."""
+    """Keeps the lengths that leave something to compute; the longest possible if none does."""
     return list(_distinct(lengths, length)) or [length - 1]
 
 

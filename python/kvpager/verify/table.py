@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kvpager.hf.shapes import ShapeReport
+    from kvpager._model.proof.shapes import ShapeReport
 
 _COLOURS = {
     "same": "green",
@@ -39,7 +39,7 @@ def parts(report: Report, make: Callable[[str], Table]) -> Iterator[RenderableTy
     if report.advice:
         yield ""
     if report.lengths:
-        yield f"lengths tried: {_told(report.lengths)} tokens"
+        yield f"lengths tried: {_lengths_text(report.lengths)} tokens"
     yield report.verdict()
 
 
@@ -71,20 +71,20 @@ def _relations(outcomes: list[Outcome], table: Table) -> Table:
 
 def _explanations(report: Report) -> Iterator[str]:
     """Why what is not the same is not, and the figures beside the bits."""
-    said = False
+    explained = False
     for outcome in report.outcomes:
         first = outcome.comparison.first
         if outcome.status not in (SAME, WITHIN, NOT_APPLICABLE):
-            said = True
+            explained = True
             yield f"{outcome.relation} ({outcome.statement}): {outcome.status}"
             if first is not None:
                 yield f"  first: {first}"
             if outcome.reason:
                 yield f"  {outcome.reason}"
         elif outcome.status == NOT_APPLICABLE:
-            said = True
+            explained = True
             yield f"{outcome.relation}: {outcome.reason}"
-    if said:
+    if explained:
         yield ""
     notes = [
         f"{outcome.relation}: {'; '.join(outcome.notes)}"
@@ -119,7 +119,7 @@ def _shapes(shapes: list[ShapeReport], table: Table) -> Table:
     return table
 
 
-def _told(lengths: list[int]) -> str:
+def _lengths_text(lengths: list[int]) -> str:
     if len(lengths) <= _LENGTHS:
         return ", ".join(map(str, lengths))
     return f"{len(lengths)}, from {lengths[0]} to {lengths[-1]}"

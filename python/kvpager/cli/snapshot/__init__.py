@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvpager.cli.parser import Parser
+from kvpager.cli.parser import Commands
 from kvpager.cli.snapshot import diff, inspect, move, store, verify
 
 _EPILOG = """\
@@ -15,16 +13,11 @@ out; 130 when interrupted, 143 when terminated. Nothing half-written stays.
 """
 
 
-def add(commands: Any, common: Parser) -> None:
+def add(commands: Commands) -> None:
     """Adds the command and its own subcommands."""
-    parser = commands.add_parser(
-        "snapshot",
-        help="look into saved sessions, check, compare, move and keep them",
-        description="Looks into saved sessions, checks, compares and moves them, and keeps the "
-        "stores they are in.",
-        epilog=" ".join(_EPILOG.split()),
-    )
-    parser.set_defaults(parser=parser)
-    verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
+    about = "look into saved sessions, check, compare, move and keep them"
+    told = "Looks into saved sessions, checks, compares and moves them, and keeps their stores."
+    parser = commands.add("snapshot", None, about, told, parents=[], epilog=_EPILOG)
+    verbs = Commands(parser, "verb")
     for module in (inspect, verify, diff, move, store):
-        module.add(verbs, common)
+        module.add(verbs)

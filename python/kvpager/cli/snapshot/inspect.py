@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpager.cli.options import add_snapshot
+from kvpager import _core
+from kvpager._support.words import byte_size, counted
+from kvpager.cli.options import SNAPSHOT, require_extra
 from kvpager.cli.output import emit_result, write_file
-from kvpager.cli.parser import Parser
+from kvpager.cli.parser import Commands, option
 from kvpager.cli.snapshot.address import PACKS, find_snapshot
 from kvpager.cli.snapshot.opened import (
     MANIFEST,
@@ -22,42 +24,42 @@ from kvpager.cli.snapshot.opened import (
     companions_of,
     fingerprint_rules,
 )
-from kvpager.cli.terminal import look
-from kvpager.words import byte_size, counted
+from kvpager.cli.snapshot.words import session_facts
+from kvpager.cli.terminal import Look
 
 if TYPE_CHECKING:
-    from kvpager.report import ChunkTable
+    from kvpager.cli.pictures import ChunkTable
 
-_NAME = 12  # columns of the names at the left
-_FIELD = 22
+_FIELD = 22  # columns of an indented name
 
 
-def add(verbs: Any, common: Parser) -> None:
+def add(verbs: Commands) -> None:
     """Adds the verb."""
-    parser = verbs.add_parser(
+    parser = verbs.add(
         "inspect",
-        parents=[common],
-        help="kind, sizes, layout, fingerprint, ledger and a picture of the chunks",
-        description="Tells what a snapshot's metadata say. They are verified; K/V are not read, "
-        "so that it costs the same for any size (`verify` reads everything).",
+        run,
+        "kind, sizes, layout, fingerprint, ledger and a picture of the chunks",
+        "Tells what a snapshot's metadata say. They are verified; K/V are not read, so that it "
+        "costs the same for any size (`verify` reads everything).",
     )
-    add_snapshot(parser)
-    parser.add_argument("--plot", metavar="FILE", help="draw scores and last uses as a PNG too")
-    parser.set_defaults(run=run, parser=parser)
+    option(parser, "snapshot SNAPSHOT", SNAPSHOT)
+    about = "draw scores and last uses as a PNG too (takes the extra kvpager[plots])"
+    option(parser, "--plot FILE", about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb."""
-    from kvpager.report import chunk_table, draw_strip_png
+    from kvpager.cli.pictures import chunk_table, draw_strip_png
 
+    if args.plot is not None:
+        require_extra(f"--plot {args.plot}", "plots", ("matplotlib",))
     opened = Opened.at(find_snapshot(args.snapshot))
     table = chunk_table(opened.reader)
-    values = describe(opened, table)
+    values = describe(opened, table) | {"plot": args.plot}
     if args.plot is not None:
         title = f"{args.snapshot}: {values['tokens']:,} tokens"
         write_file(Path(args.plot), draw_strip_png(table, title))
-        values["plot"] = args.plot
-    emit_result(args, values, lambda: _text(args, values, table))
+    emit_result(args, values, lambda shown: _lines(shown, values, table))
     return 0
 
 
@@ -73,7 +75,7 @@ def describe(opened: Opened, table: ChunkTable) -> dict[str, Any]:
         "store": None if opened.address.store is None else str(opened.address.store),
         "name": opened.address.name,
         "kind": opened.kind,
-        "format": f"1.{reader.minor_version}",
+        "format": ".".join(map(str, _core.SNAPSHOT_VERSION)),
         "file_bytes": reader.file_bytes,
         "shared_bytes": sealed * per_chunk if packs else 0,
         "tokens": len(reader.tokens),
@@ -105,7 +107,6 @@ def describe(opened: Opened, table: ChunkTable) -> dict[str, Any]:
         "fingerprint_rules": fingerprint_rules(opened.fingerprint),
         "ledger": _ledger(reader.provenance, table),
         "packs": packs,
-        "plot": None,
     }
 
 
@@ -123,45 +124,41 @@ def _packs(opened: Opened) -> list[dict[str, Any]]:
 
 
 def _ledger(provenance: list[str], table: ChunkTable) -> dict[str, Any]:
-    """Provenance counts, and how scores and ages are spread."""
+    """Provenance counts, and how scores and ages are spread; None where none were saved."""
     scores, ages = table.scores, table.ages
-    return {
-        "provenance": dict(Counter(provenance)),
-        "score": None
-        if not len(scores)
-        else {
+    score = age = None
+    if len(scores):
+        score = {
             "least": float(scores.min()),
             "median": float(np.median(scores)),
             "p90": float(np.quantile(scores, 0.9)),
             "most": float(scores.max()),
             "most_at_chunk": int(scores.argmax()),
-        },
-        "forwards_since_use": None
-        if not len(ages)
-        else {"least": int(ages.min()), "median": float(np.median(ages)), "most": int(ages.max())},
-    }
+        }
+    if len(ages):
+        age = {"least": int(ages.min()), "median": float(np.median(ages)), "most": int(ages.max())}
+    return {"provenance": dict(Counter(provenance)), "score": score, "forwards_since_use": age}
 
 
-def _text(args: argparse.Namespace, values: dict[str, Any], table: ChunkTable) -> str:
-    from kvpager.report import draw_strip
+def _lines(shown: Look, values: dict[str, Any], table: ChunkTable) -> Iterator[str]:
+    from kvpager.cli.pictures import draw_strip
 
-    shown = look(args)
-    lines = [shown.field(name, value, wide=_NAME) for name, value in _facts(values)]
+    yield from shown.fields(_facts(values), 12)
     if values["packs"]:
-        lines.append("packs")
-        lines += _pack_lines(values["packs"])
-    lines.append("session")
-    for name, value in sorted(values["session"].items()):
-        lines.append(shown.field(name, value, wide=_FIELD, indent="  "))
-    lines.append("fingerprint (where another value is refused; * where that may be waived)")
+        yield "packs"
+    for pack in values["packs"]:
+        size = "missing" if pack["file_bytes"] is None else byte_size(pack["file_bytes"])
+        yield f"  {pack['id']}  {pack['used']:,} of {counted(pack['chunks'], 'chunk')}, {size}"
+    yield "session"
+    yield from shown.fields(session_facts(values["session"]), _FIELD, "  ")
+    yield "fingerprint (where another value is refused; * where that may be waived)"
     for name, value in sorted(values["fingerprint"].items()):
         mark = " *" if values["fingerprint_rules"][name] == WAIVABLE else "  "
-        lines.append(shown.field(name, value, wide=_FIELD, indent=mark))
-    lines.append("ledger")
-    for name, value in _ledger_facts(values["ledger"]):
-        lines.append(shown.field(name, value, wide=_FIELD, indent="  "))
-    lines += ["", draw_strip(table, shown.width, colour=shown.colour, unicode=shown.unicode)]
-    return "\n".join(lines) + "\n"
+        yield from shown.fields([(name, value)], _FIELD, mark)
+    yield "ledger"
+    yield from shown.fields(_ledger_facts(**values["ledger"]), _FIELD, "  ")
+    yield ""
+    yield draw_strip(table, shown.width, colour=shown.colour, unicode=shown.unicode)
 
 
 def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -173,19 +170,16 @@ def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "shared", f"{byte_size(values['shared_bytes'])} of sealed chunks, in {packs}"
     yield "tokens", f"{values['tokens']:,}"
     tail = f", and a tail of {values['tail_tokens']}" if values["tail_tokens"] else ""
-    yield (
-        "chunks",
-        f"{values['sealed_chunks']:,} sealed of {layout['chunk_tokens']} tokens and "
-        f"{layout['chunk_bytes']:,} bytes{tail}",
-    )
+    size = f"{layout['chunk_tokens']} tokens and {layout['chunk_bytes']:,} bytes"
+    yield "chunks", f"{values['sealed_chunks']:,} sealed of {size}{tail}"
     yield (
         "layout",
         f"{layout['layers']} layers x {layout['kv_heads']} kv heads, head_dim {layout['k_dim']} "
         f"({layout['k_dtype']}) and {layout['v_dim']} ({layout['v_dtype']})",
     )
-    if layout.get("k_rotated") or layout.get("v_rotated"):
-        parts = [word for word in ("keys", "values") if layout[f"{word[0]}_rotated"]]
-        yield "rotated", " and ".join(parts)
+    rotated = [name for name in ("keys", "values") if layout.get(f"{name[0]}_rotated")]
+    if rotated:
+        yield "rotated", " and ".join(rotated)
     if layout.get("float_layers"):
         layers = ", ".join(map(str, layout["float_layers"]))
         yield "float layers", f"{layers} ({layout['float_dtype']})"
@@ -200,25 +194,20 @@ def _facts(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "picture", values["plot"]
 
 
-def _pack_lines(packs: list[dict[str, Any]]) -> Iterator[str]:
-    for pack in packs:
-        size = "missing" if pack["file_bytes"] is None else byte_size(pack["file_bytes"])
-        yield f"  {pack['id']}  {pack['used']:,} of {counted(pack['chunks'], 'chunk')}, {size}"
-
-
-def _ledger_facts(ledger: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    counts = ledger["provenance"].items()
-    yield "provenance", ", ".join(f"{count:,} {name}" for name, count in counts) or "none"
-    score, age = ledger["score"], ledger["forwards_since_use"]
+def _ledger_facts(
+    provenance: dict[str, int],
+    score: dict[str, Any] | None,
+    forwards_since_use: dict[str, Any] | None,
+) -> Iterator[tuple[str, str]]:
+    counts = [f"{count:,} {name}" for name, count in provenance.items()]
+    yield "provenance", ", ".join(counts) or "none"
     if score is not None:
         yield (
             "score",
             f"least {score['least']:.2g}, median {score['median']:.2g}, 90% below "
             f"{score['p90']:.2g}, most {score['most']:.2g} (chunk {score['most_at_chunk']:,})",
         )
-    if age is not None:
-        yield (
-            "last use",
-            f"least {age['least']:,}, median {age['median']:,.0f}, most {age['most']:,} forwards "
-            "before the save",
-        )
+    if forwards_since_use is not None:
+        least, median, most = forwards_since_use.values()
+        told = f"least {least:,}, median {median:,.0f}, most {most:,} forwards before the save"
+        yield "last use", told

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpager import _core
+from kvpager._model.fingerprint_rules import RULES
+from kvpager._model.layout import Layout
+from kvpager._support.section_json import parse_section
 from kvpager.cli.failure import CliError
 from kvpager.cli.snapshot.address import SNAPSHOTS, Address, is_store
 from kvpager.errors import CorruptSnapshotError, PagerError, StorageError
-from kvpager.fingerprint_rules import RULES
-from kvpager.layout import Layout
-from kvpager.paths import usable_path
-from kvpager.section_json import parse_section
-from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores import DirectoryStore, FileStore, ObjectStore
 from kvpager.stores.companions import companion_name, named_companions
 from kvpager.stores.names import SNAPSHOT_SUFFIX
+from kvpager.stores.opening import open_store
 
 # The beginning of the reader's message for a manifest whose pack cannot be opened.
 _PACK_IS_GONE = "cannot open the snapshot: No such file"
@@ -41,13 +41,17 @@ class Opened:
             StorageError, CorruptSnapshotError, UnsupportedVersionError: it cannot be read.
         """
         path = str(address.path)
-        reader = _core.SnapshotReader.open(usable_path(path, "path"))
-        return cls(
-            address,
-            reader,
-            parse_section(reader.fingerprint, path, "fingerprint"),
-            parse_section(reader.session, path, "session"),
-        )
+        folder = address.store or address.path.parent.parent
+        if isinstance(folder, str):
+            store = open_store(folder, create=False)
+            assert isinstance(store, ObjectStore)
+            reader = store.mirror.store.open_file(path)
+        elif is_store(folder):
+            reader = DirectoryStore(folder, create=False).open_file(path)
+        else:
+            reader = FileStore().open(path)
+        fingerprint = parse_section(reader.fingerprint, path, "fingerprint")
+        return cls(address, reader, fingerprint, parse_section(reader.session, path, "session"))
 
     @property
     def kind(self) -> str:
@@ -129,18 +133,6 @@ class Companion:
     opened: Opened | None = None
     damage: CorruptSnapshotError | None = None
 
-    @property
-    def reader(self) -> _core.SnapshotReader:
-        """REQUIRES: it is opened."""
-        assert self.opened is not None
-        return self.opened.reader
-
-    @property
-    def snapshot(self) -> CompanionSnapshot:
-        """As a store takes it. REQUIRES: it is opened."""
-        reader = self.reader
-        return CompanionSnapshot(self.kind, reader, reader.fingerprint, reader.session)
-
 
 def companions_of(primary: Opened) -> Iterator[Companion]:
     """All companions that a snapshot names, missing ones included."""
@@ -157,11 +149,6 @@ def companions_of(primary: Opened) -> Iterator[Companion]:
         else:
             state = SOUND if opened.reader.logical_digest == digest else _OTHER
             yield Companion(kind, address, state, opened)
-
-
-def sound_companions(primary: Opened) -> list[Companion]:
-    """The companions that a restore would use."""
-    return [companion for companion in companions_of(primary) if companion.state == SOUND]
 
 
 def _beside(address: Address, kind: str) -> Address:

@@ -1,4 +1,4 @@
-"""Whether the server is well, what it serves, and text as tokens."""
+"""Health, models, metrics, and conversion between text and tokens."""
 
 from __future__ import annotations
 
@@ -8,55 +8,41 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Response
 from pydantic import Field
 
-from kvpager._version import __version__
-from kvpager.server.bodies import JsonRoute
+from kvpager import __version__
+from kvpager._runtime.text.tokenizer import Tokenizer
+from kvpager._support.tokens import TokenIds
+from kvpager.server.bodies import in_thread
 from kvpager.server.errors import ApiError, bad_request
-from kvpager.server.messages import as_dicts, continues_last
-from kvpager.server.options import check_prompt, check_texts, json_response
-from kvpager.server.routes.caller import TheCaller, TheService, tenant_of
-from kvpager.server.schema.chat import Message, Tool
+from kvpager.server.messages import as_dicts, ending
+from kvpager.server.options import check_prompt, check_texts
+from kvpager.server.responding import json_response
+from kvpager.server.routes.caller import JsonRoute, TheCaller, TheService, tenant_of
+from kvpager.server.schema.chat import TokenizeRequest
 from kvpager.server.schema.common import (
-    Answer,
+    AnswerPart,
     Body,
     ModelCard,
     ModelList,
-    TemplateVariables,
     TokenId,
 )
 from kvpager.server.service import Service
-from kvpager.server.threads import in_thread
-from kvpager.tokens import TokenIds
 
 router = APIRouter(route_class=JsonRoute)
 
 
-class Health(Answer):
-    """Whether the process lives."""
+class Health(AnswerPart):
+    """Status of the process."""
 
     status: str
 
 
-class Version(Answer):
-    """What is running."""
+class Version(AnswerPart):
+    """Version of kvpager."""
 
     version: str
 
 
-class TokenizeRequest(Body):
-    """Text, or messages of a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    add_special_tokens: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class Tokens(Answer):
+class Tokens(AnswerPart):
     """Token ids."""
 
     count: int
@@ -72,7 +58,7 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(min_length=1)]
 
 
-class Text(Answer):
+class Text(AnswerPart):
     """The text of token ids, special ones included."""
 
     prompt: str
@@ -80,13 +66,13 @@ class Text(Answer):
 
 @router.get("/health")
 async def health() -> Health:
-    """200 as long as the process answers."""
+    """Returns 200 while the process answers."""
     return Health(status="ok")
 
 
 @router.get("/ready")
 async def ready(service: TheService) -> Health:
-    """200 while requests are taken."""
+    """Returns 200 while requests are accepted."""
     service.check_open()
     return Health(status="ready")
 
@@ -116,7 +102,7 @@ async def metrics(
     authorization: Annotated[str | None, Header()] = None,
     x_api_key: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Prometheus metrics; those of a tenant for its own key alone."""
+    """Returns Prometheus metrics; a tenant's only with its own key."""
     tenants = [one.name for one in service.tenants.all()]
     if service.tenants.needs_keys:
         try:
@@ -131,14 +117,12 @@ async def metrics(
 
 @router.post("/tokenize", response_model=None, responses={200: {"model": Tokens}})
 async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
-    """The token ids of a text, or of what the chat template makes of messages."""
+    """Returns the token ids of a text, or of messages in the chat template."""
     service = caller.service
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("expected one of prompt and messages", "prompt")
-    tokenizer = service.tokenizer
-    if tokenizer is None:
-        raise ApiError(501, "the model has no tokenizer", code="no_tokenizer")
+    tokenizer = _tokenizer(service)
 
     def encoded() -> Sequence[int] | TokenIds:
         if body.prompt is not None:
@@ -151,15 +135,7 @@ async def tokenize(body: TokenizeRequest, caller: TheCaller) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
         messages = as_dicts(body.messages)
         check_prompt(service, messages, tools)
-        prompted = body.add_generation_prompt
-        rendering = service.rendering(
-            tools,
-            body.chat_template_kwargs,
-            continues=continues_last(
-                body.messages, continued=body.continue_final_message, prompted=prompted
-            ),
-            generation_prompt=prompted is not False,
-        )
+        rendering = service.rendering(tools, body.chat_template_kwargs, **ending(body))
         return tokenizer.prompt_ids(messages, rendering)
 
     def answer() -> Response:
@@ -177,9 +153,7 @@ async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
     """The text of token ids."""
     service = caller.service
     service.check_model(body.model)
-    tokenizer = service.tokenizer
-    if tokenizer is None:
-        raise ApiError(501, "the model has no tokenizer", code="no_tokenizer")
+    tokenizer = _tokenizer(service)
 
     def decoded() -> str:
         ids = service.engine.core.read_ids(body.tokens, "tokens")
@@ -188,10 +162,13 @@ async def detokenize(body: DetokenizeRequest, caller: TheCaller) -> Text:
     return Text(prompt=await caller.read(decoded))
 
 
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.tokenizer is None:
+        text, kind = "the model has no tokenizer", "invalid_request_error"
+        raise ApiError(501, text, kind=kind, code="no_tokenizer")
+    return service.tokenizer
+
+
 def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(
-        id=name,
-        created=int(service.started),
-        root=service.root,
-        max_model_len=service.most_tokens,
-    )
+    created, most = int(service.started), service.most_tokens
+    return ModelCard(id=name, created=created, root=service.root, max_model_len=most)

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
-from kvpager.requests.completion import RequestCompletion
-from kvpager.scheduling.stream import GeneratedToken
+from kvpager._runtime.scheduling.stream import GeneratedToken
+from kvpager._runtime.text.call_parsing import ReasoningDelta, TextDelta
+from kvpager.requests.request import RequestCompletion
 from kvpager.server import options
-from kvpager.server.answers import Delta, Reader, answering_of, finish_reason, stop_reason
-from kvpager.server.bodies import JsonRoute
-from kvpager.server.disconnects import unless_gone
+from kvpager.server.answers import Delta, Reader, answering, finish_reason, stop_reason, usage_of
 from kvpager.server.errors import bad_request
-from kvpager.server.exchange import Exchange
-from kvpager.server.ids import new_id
-from kvpager.server.messages import as_dicts, continues_last, marks_of
-from kvpager.server.plan import Plan, Prompt
-from kvpager.server.production import Ended, Piece
-from kvpager.server.routes.caller import Caller, TheCaller
+from kvpager.server.messages import as_dicts, ending, save_points
+from kvpager.server.responding import Chunks, Responding, respond
+from kvpager.server.routes.caller import Caller, JsonRoute, TheCaller
 from kvpager.server.schema.chat import (
     AnswerMessage,
     ChatCompletion,
     ChatRequest,
     Choice,
+    ChosenTool,
     Logprobs,
 )
-from kvpager.server.schema.common import NAME_PATTERN
-from kvpager.server.streaming import asks_to_pad, done, event, head_usage, stream
-from kvpager.server.usage import usage_of
+from kvpager.server.schema.common import NAME_PATTERN, new_id
+from kvpager.server.turn import ServedTurn, TokenPiece
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -51,40 +46,34 @@ async def chat_completions(
     """Answers a conversation; with `stream` as server-sent events."""
     caller.service.check_model(body.model)
     session = options.session_name(body.session_id, x_session_id)
-    turn = await caller.read(lambda: _Turn(caller, body, session))
-    exchange = Exchange(caller.service, turn.plan)
-    if body.stream:
-        await exchange.begin()
-        return stream(
-            [exchange], turn.chunks(exchange), lambda error: event(error.body()), turn.headers
-        )
-
-    async def whole() -> ChatCompletion:
-        await exchange.begin()
-        return await turn.finish(exchange)
-
-    try:
-        answer = await unless_gone(request, whole())
-    finally:
-        await exchange.release()
-    return turn.respond(answer)
+    turn = await caller.read(lambda: _ChatTurn(caller, body, session))
+    return await respond(request, turn, streamed=body.stream, on_error=caller.service.metrics.error)
 
 
-class _Turn:
-    """One request and how its answer is told."""
+class _ChatTurn(ServedTurn, Responding):
+    """A chat completion."""
 
     def __init__(self, caller: Caller, body: ChatRequest, session: str | None) -> None:
         service = caller.service
-        self._service = service
         self._body = body
         self._session = session
         self.id = body.request_id or new_id("chatcmpl-")
-        self._created = int(time.time())
-        self._answering = answering_of(service, body)
-        if body.stream_options is not None and not body.stream:
-            raise bad_request(
-                "stream_options is given; expected it with stream only", "stream_options"
-            )
+        self._head = service.head(self.id)
+        self._chunks = Chunks(
+            {"object": "chat.completion.chunk", **self._head},
+            body.stream_options,
+            self.usage_so_far,
+        )
+        choice = body.tool_choice
+        answers = answering(
+            service,
+            [tool.function for tool in body.tools or ()],
+            None if isinstance(choice, ChosenTool) else choice,
+            choice.function.name if isinstance(choice, ChosenTool) else None,
+            parallel=body.parallel_tool_calls is not False,
+            grammar=options.grammar_of(body),
+        )
+        self._reader = answers.reader
         if body.top_logprobs and not body.logprobs:
             raise bad_request(
                 f"top_logprobs is {body.top_logprobs}; expected logprobs: true with it",
@@ -99,14 +88,10 @@ class _Turn:
                 "enable_thinking": ("enable_thinking", body.enable_thinking),
             },
         )
-        self.headers = options.headers_of(body, session, ignored)
-        chosen = options.sampled(service, body) | dict(self._answering.options)
+        chosen = options.sampled(service, body) | answers.options
         if body.top_logprobs:
             chosen["top_logprobs"] = body.top_logprobs
-        explicit = body.prompt_cache_options is not None and (
-            body.prompt_cache_options.mode == "explicit"
-        )
-        key, ttl = options.cache_key_name(body), options.cache_ttl(body)
+        cache = body.prompt_cache_options
         stored = self.id if body.store else None
         if stored is not None and not re.fullmatch(NAME_PATTERN, stored):
             raise bad_request(
@@ -114,67 +99,42 @@ class _Turn:
                 "with store, which keeps the conversation under that name",
                 "request_id",
             )
-        keep_as = session or (key if ttl is not None else None) or stored
         messages = as_dicts(body.messages)
-        options.check_prompt(service, messages, self._answering.tools)
-        self.plan = Plan(
-            conversations=caller.conversations,
-            salt=service.salt(caller.tenant, body.cache_salt),
-            prompt=Prompt(
-                messages=messages,
-                rendering=service.rendering(
-                    self._answering.tools,
-                    variables,
-                    continues=continues_last(
-                        body.messages,
-                        continued=body.continue_final_message,
-                        prompted=body.add_generation_prompt,
-                    ),
-                    generation_prompt=body.add_generation_prompt is not False,
-                ),
-                marks=marks_of(body.messages, body.prompt_cache_options),
-            ),
+        options.check_prompt(service, messages, answers.tools)
+        super().__init__(
+            **options.turn_fields(caller, body),
+            **options.kept_fields(body, session, stored),
+            messages=messages,
+            history=body.messages,
+            rendering=service.rendering(answers.tools, variables, **ending(body)),
+            save_points=save_points((one.content for one in body.messages), cache),
             choices=options.choices_of(service, body),
             max_new_tokens=most,
             options=chosen,
-            seed=options.seed_of(body),
             logprobs=bool(body.logprobs),
-            priority=options.priority_of(caller, body),
-            continues=session,
-            hint=key,
-            keep_as=keep_as,
-            save=keep_as is not None,
-            save_ttl=ttl if keep_as == key and key is not None else None,
-            share=not explicit,
-            on_corrupt=body.on_corrupt or service.settings.on_corrupt,
+            share=cache is None or cache.mode != "explicit",
+            headers=options.headers_of(body, session, ignored),
         )
 
-    def respond(self, answer: ChatCompletion) -> Any:
-        """The whole answer as JSON."""
-        return options.json_response(answer, self.headers)
-
-    async def finish(self, exchange: Exchange) -> ChatCompletion:
-        """The whole answer, once its conversation is kept."""
-        readers = [self._answering.reader() for _ in range(self.plan.choices)]
-        async for one in exchange.events():
-            if isinstance(one, Piece):
+    async def whole(self) -> ChatCompletion:
+        """Returns the whole answer, once its conversation is kept."""
+        readers = [self._reader(new_id) for _ in range(self.choices)]
+        async for one in self.events():
+            if isinstance(one, TokenPiece):
                 readers[one.choice].push(one)
             else:
-                readers[one.choice].end()
-        completions = exchange.completions
+                readers[one.choice].end(one.completion)
+        completions = self.completions
         choices = [
             self._choice(number, *each) for number, each in enumerate(zip(completions, readers))
         ]
-        prompt_ids = exchange.prompt_ids if self._body.return_token_ids else None
-        await exchange.finish(readers[0].message())
+        prompt_ids = self.prompt_ids if self._body.return_token_ids else None
+        await self.finish(readers[0].message())
         return ChatCompletion(
-            id=self.id,
-            created=self._created,
-            model=self._service.model,
+            **self._head,
             choices=choices,
             usage=usage_of([completions]),
             service_tier="default" if self._body.service_tier else None,
-            system_fingerprint=self._service.fingerprint,
             session_id=self._session,
             prompt_token_ids=prompt_ids,
         )
@@ -184,7 +144,7 @@ class _Turn:
         logprobs = None
         if completion.logprobs is not None:
             top = completion.top_logprobs or [()] * len(ids)
-            texts = self._service.token_texts
+            texts = self.service.token_texts
             logprobs = Logprobs(
                 content=[
                     texts.chosen(GeneratedToken(*one))
@@ -199,76 +159,62 @@ class _Turn:
                 tool_calls=reader.calls or None,
             ),
             logprobs=logprobs,
-            finish_reason=finish_reason(completion, reader),
+            finish_reason=finish_reason(completion, reader.calls),
             stop_reason=stop_reason(completion),
             token_ids=ids if self._body.return_token_ids else None,
         )
 
-    async def chunks(self, exchange: Exchange) -> AsyncIterator[ServerSentEvent]:
-        """The answer as chunks."""
-        self._exchange = exchange
-        readers = [self._answering.reader() for _ in range(self.plan.choices)]
-        for number in range(self.plan.choices):
+    async def stream(self) -> AsyncIterator[ServerSentEvent]:
+        """Yields the answer as chunks, the last ones once its conversation is kept."""
+        readers = [self._reader(new_id) for _ in range(self.choices)]
+        for number in range(self.choices):
             yield self._chunk(number, {"role": "assistant", "content": ""})
-        ends: list[Ended] = []
-        async for one in exchange.events():
-            if isinstance(one, Piece):
-                for chunk in self._told(one, readers[one.choice]):
-                    yield chunk
+        ended: list[int] = []
+        async for one in self.events():
+            reader, more = readers[one.choice], {}
+            if isinstance(one, TokenPiece):
+                deltas = [delta for each in reader.push(one) for delta in _deltas(each)]
+                more = self._of_token(one)
+                if not deltas and more:
+                    deltas = [{"content": ""}]
             else:
-                assert one.completion is not None
-                for delta in readers[one.choice].end():
-                    yield self._chunk(one.choice, delta.values)
-                ends.append(one)
-        completions = exchange.completions
-        await exchange.finish(readers[0].message())
-        for end in ends:  # once what they tell of is saved
-            yield self._end(end, readers[end.choice])
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            usage = usage_of([completions]).model_dump()
-            yield event({**self._head, "choices": [], "usage": usage})
-        yield done()
+                deltas = [delta for each in reader.end(one.completion) for delta in _deltas(each)]
+                ended.append(one.choice)
+            for delta in deltas:
+                yield self._chunk(one.choice, delta, **more)
+                more = {}
+        completions = self.completions
+        await self.finish(readers[0].message())
+        for choice in ended:
+            completion = completions[choice]
+            reason = finish_reason(completion, readers[choice].calls)
+            stopped = stop_reason(completion)
+            yield self._chunk(choice, {}, finish_reason=reason, stop_reason=stopped)
+        for last in self._chunks.last(usage_of([completions]).model_dump()):
+            yield last
 
-    def _told(self, piece: Piece, reader: Reader) -> list[ServerSentEvent]:
-        deltas: list[Delta] = reader.push(piece)
+    def _of_token(self, piece: TokenPiece) -> dict[str, Any]:
+        """Fields of the chunk of a token, where the request asks for them."""
         more: dict[str, Any] = {}
         if isinstance(piece.token, GeneratedToken):
-            content = self._service.token_texts.chosen(piece.token).model_dump()
+            content = self.service.token_texts.chosen(piece.token).model_dump()
             more["logprobs"] = {"content": [content], "refusal": None}
         if self._body.return_token_ids:
             more["token_ids"] = [piece.token_id]
-        if not deltas and more:
-            return [self._chunk(piece.choice, {"content": ""}, **more)]
-        chunks = []
-        for delta in deltas:
-            chunks.append(self._chunk(piece.choice, delta.values, **more))
-            more = {}
-        return chunks
+        return more
 
-    def _end(self, ended: Ended, reader: Reader) -> ServerSentEvent:
-        completion = ended.completion
-        assert completion is not None
-        return self._chunk(
-            ended.choice,
-            {},
-            reason=finish_reason(completion, reader),
-            stop_reason=stop_reason(completion),
-        )
+    def _chunk(self, choice: int, delta: dict[str, Any], **more: Any) -> ServerSentEvent:
+        values = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return self._chunks.of(values, is_text="content" in delta)
 
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": self._service.fingerprint,
-            **head_usage(self._exchange.usage_so_far, self._body.stream_options),
-        }
 
-    def _chunk(
-        self, choice: int, delta: dict[str, Any], *, reason: str | None = None, **more: Any
-    ) -> ServerSentEvent:
-        one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
-        padded = asks_to_pad(self._body.stream_options) and "content" in delta
-        return event({**self._head, "choices": [one]}, padded=padded)
+def _deltas(one: Delta) -> list[dict[str, Any]]:
+    """Returns the deltas of chunks: a call begins in one, and its arguments follow."""
+    if isinstance(one, TextDelta):
+        return [{"content": one.text}]
+    if isinstance(one, ReasoningDelta):
+        return [{"reasoning_content": one.text}]
+    arguments = {"index": one.index, "function": {"arguments": one.function.arguments}}
+    begun = one.model_dump()
+    begun["function"]["arguments"] = ""
+    return [{"tool_calls": [begun]}, {"tool_calls": [arguments]}]

@@ -1,42 +1,36 @@
-"""`POST /v1/completions`: text, or token ids, that goes on."""
+"""`POST /v1/completions`: continues a text, or token ids."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from sse_starlette import ServerSentEvent
 
+from kvpager._runtime.scheduling.chat import within
+from kvpager._runtime.scheduling.score import Score
+from kvpager._runtime.scheduling.stream import GeneratedToken
+from kvpager._runtime.text.tokenizer import text_of
+from kvpager._support.tokens import TokenIds
 from kvpager.errors import ContextLengthError
-from kvpager.requests.completion import RequestCompletion
-from kvpager.scheduling.chat import within
-from kvpager.scheduling.score import Score
-from kvpager.scheduling.stream import GeneratedToken
+from kvpager.requests.request import RequestCompletion
 from kvpager.server import errors, options
-from kvpager.server.answers import stop_reason
-from kvpager.server.bodies import JsonRoute
-from kvpager.server.disconnects import unless_gone
+from kvpager.server.answers import finish_reason, stop_reason, usage_of
 from kvpager.server.errors import bad_request, unsupported
-from kvpager.server.exchange import USAGE, Exchange, beside
-from kvpager.server.ids import new_id
-from kvpager.server.plan import Plan, Prompt
-from kvpager.server.production import Piece
-from kvpager.server.routes.caller import Caller, TheCaller
-from kvpager.server.schema.completions import (
-    Completion,
+from kvpager.server.responding import Chunks, Responding, respond
+from kvpager.server.routes.caller import Caller, JsonRoute, TheCaller
+from kvpager.server.schema.chat import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    TextCompletion,
 )
+from kvpager.server.schema.common import new_id
 from kvpager.server.service import Service
-from kvpager.server.streaming import asks_to_pad, done, event, head_usage, stream
 from kvpager.server.token_texts import TextOffsets, TokenTexts
-from kvpager.server.usage import usage_of
-from kvpager.text.tokenizer import text_of
-from kvpager.tokens import TokenIds
+from kvpager.server.turn import USAGE, Ended, ServedTurn, TokenPiece, merged
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's API, and vLLM's
 
@@ -46,7 +40,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     response_model=None,
-    responses={200: {"model": Completion}},
+    responses={200: {"model": TextCompletion}},
 )
 async def completions(
     request: Request,
@@ -54,30 +48,17 @@ async def completions(
     caller: TheCaller,
     x_session_id: Annotated[str | None, Header()] = None,
 ) -> Any:
-    """Goes on with a text; with `stream` as server-sent events."""
+    """Continues a text; with `stream` as server-sent events."""
     service = caller.service
     service.check_model(body.model)
     session = options.session_name(body.session_id, x_session_id)
 
-    def read() -> _Text:
-        return _Text(caller, body, session, _prompts(service, body))
-
-    text = await caller.read(read)
-    text.exchanges = [Exchange(service, plan) for plan in text.plans]
-    if body.stream:
-        await text.begin()
-        chunks = text.chunks()
-        return stream(text.exchanges, chunks, lambda error: event(error.body()), text.headers)
-    try:
-        answer = await unless_gone(request, text.whole())
-    finally:
-        for exchange in text.exchanges:
-            await exchange.release()
-    return options.json_response(answer, text.headers)
+    text = await caller.read(lambda: _Text(caller, body, session, _prompts(service, body)))
+    return await respond(request, text, streamed=body.stream, on_error=service.metrics.error)
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
-    """The ids of each prompt. Raises ApiError."""
+    """Returns the ids of each prompt. Raises ApiError."""
     given: Any = body.prompt
     nested = isinstance(given, list) and not isinstance(given[0], int)
     prompts = given if nested else [given]
@@ -87,8 +68,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[TokenIds]:
     return [read_ids(one, f"prompt[{i}]", special_tokens=special) for i, one in enumerate(prompts)]
 
 
-class _Text:
-    """One request and how its answer is told."""
+class _Text(Responding):
+    """A completion: a turn for each of its prompts."""
 
     def __init__(
         self, caller: Caller, body: CompletionRequest, session: str | None, prompts: list[TokenIds]
@@ -98,16 +79,14 @@ class _Text:
         self._body = body
         self._session = session
         self._prompts = prompts
-        self.id = body.request_id or new_id("cmpl-")
-        self._created = int(time.time())
+        self._head = service.head(body.request_id or new_id("cmpl-"))
+        self._chunks = Chunks(
+            {"object": "text_completion", **self._head}, body.stream_options, self._usage_so_far
+        )
         most = options.most_new(body, body.max_tokens)
-        self.most = DEFAULT_MAX_TOKENS if most is None else most
+        self._most = DEFAULT_MAX_TOKENS if most is None else most
         self.headers = options.headers_of(body, session)
         self._choices = options.choices_of(service, body)
-        if body.stream_options is not None and not body.stream:
-            raise bad_request(
-                "stream_options is given; expected it with stream only", "stream_options"
-            )
         if body.best_of not in (None, self._choices):
             raise unsupported("best_of", "give n, and choose yourself")
         if len(prompts) > 1 and session is not None:
@@ -121,7 +100,7 @@ class _Text:
                 f"{most} completions at once",
                 "prompt",
             )
-        if self.most == 0 and not body.echo:
+        if self._most == 0 and not body.echo:
             raise bad_request("max_tokens is 0; expected at least 1, or echo: true", "max_tokens")
         self._chosen = options.sampled(service, body)
         if body.logprobs:
@@ -129,93 +108,87 @@ class _Text:
         grammar = options.grammar_of(body)
         if grammar is not None:
             self._chosen["grammar"] = grammar
-        key, ttl = options.cache_key_name(body), options.cache_ttl(body)
-        keep_as = session or (key if ttl is not None else None)
-        seed = options.seed_of(body)
-        self.exchanges: list[Exchange] = []  # made in the event loop
-        self.plans = [
-            Plan(
-                conversations=caller.conversations,
-                salt=service.salt(caller.tenant, body.cache_salt),
-                prompt=Prompt(ids=ids),
+        fields = options.turn_fields(caller, body) | options.kept_fields(body, session)
+        others = fields | {"keep_as": None, "save": False}  # than the first prompt
+        self._turns = [
+            ServedTurn(
+                **(others if number else fields),
+                ids=ids,
                 choices=self._choices,
                 max_new_tokens=self._within(ids),
                 options=self._chosen,
-                seed=seed,
                 logprobs=body.logprobs is not None,
-                priority=options.priority_of(caller, body),
-                continues=session,
-                hint=key,
-                keep_as=keep_as if number == 0 else None,
-                save=keep_as is not None and number == 0,
-                save_ttl=ttl if session is None else None,
                 share=False,
-                on_corrupt=body.on_corrupt or service.settings.on_corrupt,
             )
             for number, ids in enumerate(prompts)
         ]
 
     def _within(self, ids: TokenIds) -> int:
-        """As many tokens as a prompt leaves room for. Raises ApiError."""
+        """Limits the tokens to the room that a prompt leaves. Raises ApiError."""
         limit = self._service.most_tokens
-        echoed = self.most == 0 and limit is not None and len(ids) <= limit
+        echoed = self._most == 0 and limit is not None and len(ids) <= limit
         if limit is None or echoed:
-            return self.most
+            return self._most
         try:
-            return within(len(ids), self.most, limit)
+            return within(len(ids), self._most, limit)
         except ContextLengthError as error:
             raise errors.context_exceeded(len(ids), limit, "prompt") from error
 
     async def begin(self) -> None:
         """Queues the first prompts. Raises ApiError; nothing is left then."""
         try:
-            for exchange in self.exchanges[: self._at_once] if self.most else ():
-                await exchange.begin()
+            for turn in self._turns[: self._at_once] if self._most else ():
+                await turn.begin()
         except BaseException:
-            for exchange in self.exchanges:
-                await exchange.release()
+            await self.release()
             raise
+
+    async def release(self) -> None:
+        """Cancels and frees everything. May be repeated."""
+        for turn in self._turns:
+            await turn.release()
 
     @property
     def _at_once(self) -> int:
-        """How many prompts are queued at once, so that other requests come between them."""
+        """Number of prompts queued at once; other requests are admitted between them."""
         service = self._service
         places = min(service.scheduler.most_running, service.settings.max_waiting)
         return max(1, places // self._choices)
 
-    async def whole(self) -> Completion:
-        """The whole answer."""
-        if self.most == 0:
-            return await self._echoed()
-        await self.begin()
-        async for _ in beside(self.exchanges, self._at_once):
+    async def whole(self) -> TextCompletion:
+        """Returns the whole answer, once its conversation is kept."""
+        async for _ in self._pieces():
             pass
-        made = [exchange.completions for exchange in self.exchanges]
         scores = await self._scores()
         choices: list[CompletionChoice] = []
-        for prompt, several in enumerate(made):
+        for prompt, several in enumerate(self._completions()):
             for completion in several:
                 choices.append(self._choice(len(choices), prompt, completion, scores[prompt]))
-        for exchange in self.exchanges:
-            await exchange.finish()
-        return self._answer(choices, usage_of(made).model_dump())
+        usage: Any = await self._finish()  # validated
+        return TextCompletion(**self._head, choices=choices, usage=usage, session_id=self._session)
 
-    async def _echoed(self) -> Completion:
-        """The prompts alone, with their log-probabilities."""
-        choices = [
-            CompletionChoice(
-                index=i,
-                text=self._decoded(ids),
-                logprobs=None if self._body.logprobs is None else self._logprobs(ids, score, None),
-                finish_reason="length",
-            )
-            for i, (ids, score) in enumerate(self._repeated(await self._scores()))
-        ]
-        return self._answer(choices, self._usage_of_prompts)
+    def _pieces(self) -> AsyncIterator[tuple[int, TokenPiece | Ended]]:
+        """The events of all prompts; none where they are only echoed."""
+        return merged(self._turns if self._most else (), self._at_once)
+
+    def _completions(self) -> Sequence[Sequence[RequestCompletion | None]]:
+        """The choices of each prompt; None: only the prompt is echoed."""
+        if self._most:
+            return [turn.completions for turn in self._turns]
+        return [[None] * self._choices] * len(self._prompts)
+
+    async def _finish(self) -> dict[str, Any]:
+        """Keeps the conversation; returns the usage."""
+        if not self._most:
+            return self._usage_of_prompts
+        usage = usage_of([turn.completions for turn in self._turns]).model_dump()
+        for turn in self._turns:
+            await turn.finish()
+        return usage
 
     @property
     def _usage_of_prompts(self) -> dict[str, Any]:
-        """Where nothing is generated."""
+        """Usage of a request that generates nothing."""
         count = sum(len(ids) for ids in self._prompts)
         computed = 0 if self._body.logprobs is None else count
         return {
@@ -226,7 +199,7 @@ class _Text:
         }
 
     async def _scores(self) -> list[Score | None]:
-        """Of each prompt, where their log-probabilities are asked for."""
+        """Scores each prompt, if the request asks for their log-probabilities."""
         if not self._body.echo or self._body.logprobs is None:
             return [None] * len(self._prompts)
         score, count = self._service.engine.score, self._body.logprobs
@@ -239,27 +212,25 @@ class _Text:
             raise errors.of(error) from error
 
     def _choice(
-        self, index: int, prompt: int, completion: RequestCompletion, score: Score | None
+        self, index: int, prompt: int, completion: RequestCompletion | None, score: Score | None
     ) -> CompletionChoice:
         body, ids = self._body, self._prompts[prompt]
-        text = completion.text or ""
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = self._logprobs(ids, score, completion)
+        text = "" if completion is None else completion.text or ""
+        shown = completion if body.return_token_ids else None
         return CompletionChoice(
             index=index,
             text=self._decoded(ids) + text if body.echo else text,
-            logprobs=logprobs,
-            finish_reason="length" if completion.finish_reason == "length" else "stop",
+            logprobs=None if body.logprobs is None else self._logprobs(ids, score, completion),
+            finish_reason=finish_reason(completion),
             stop_reason=stop_reason(completion),
-            token_ids=completion.tokens.tolist() if body.return_token_ids else None,
-            prompt_token_ids=ids.tolist() if body.return_token_ids else None,
+            token_ids=None if shown is None else shown.tokens.tolist(),
+            prompt_token_ids=None if shown is None else ids.tolist(),
         )
 
     def _logprobs(
         self, ids: TokenIds, score: Score | None, completion: RequestCompletion | None
     ) -> CompletionLogprobs:
-        """Of an echoed prompt, whose first token has none, and of what was generated."""
+        """Log-probabilities of an echoed prompt, whose first token has none, and of its answer."""
         shown = ids.tolist() if self._body.echo else []
         offsets = TextOffsets(self._texts).all(shown)
         values: list[float | None] = [None] * min(1, len(shown))
@@ -277,7 +248,7 @@ class _Text:
         return self._listed(shown, values, tops if self._body.logprobs else None, offsets)
 
     def _offsets(self, ids: TokenIds) -> TextOffsets:
-        """Of what is generated behind a prompt, in the text of the answer."""
+        """Returns offsets of generated tokens in the text of the answer."""
         start = len(self._decoded(ids)) if self._body.echo else 0
         return TextOffsets(self._texts, ids, start)
 
@@ -288,7 +259,7 @@ class _Text:
         tops: list[Any] | None,
         offsets: list[int],
     ) -> CompletionLogprobs:
-        """Lists with the tokens of `ids`; one without a value is the first of its text."""
+        """Lists the tokens of `ids`; one without a value is the first of its text."""
         texts = self._service.token_texts
         first = texts.beginning(ids) if values and values[0] is None else None
         tokens = [
@@ -305,51 +276,34 @@ class _Text:
             tokens=tokens, token_logprobs=values, top_logprobs=named, text_offset=offsets
         )
 
-    async def chunks(self) -> AsyncIterator[ServerSentEvent]:
-        """The answer as chunks, the choices of all prompts beside each other."""
-        scores = await self._scores()
+    async def stream(self) -> AsyncIterator[ServerSentEvent]:
+        """Yields the answer as chunks; those of all prompts come in the order of their time."""
         if self._body.echo:
-            for index, (ids, score) in enumerate(self._repeated(scores)):
-                listed = self._body.logprobs is not None and self._logprobs(ids, score, None)
-                logprobs = listed.model_dump() if listed else None
-                yield self._chunk(index, self._decoded(ids), logprobs=logprobs)
+            for prompt, score in enumerate(await self._scores()):
+                for number in range(self._choices):
+                    echoed = self._choice(prompt * self._choices + number, prompt, None, score)
+                    logprobs = echoed.logprobs and echoed.logprobs.model_dump()
+                    yield self._chunk(echoed.index, echoed.text, logprobs=logprobs)
         offsets: dict[int, TextOffsets] = {}
-        ends: dict[int, RequestCompletion | None] = {}
-        async for prompt, one in beside(self.exchanges if self.most else (), self._at_once):
+        async for prompt, one in self._pieces():
             index = prompt * self._choices + one.choice
-            if isinstance(one, Piece):
-                if index not in offsets and self._body.logprobs is not None:
-                    offsets[index] = self._offsets(self._prompts[prompt])
-                chunk = self._told(index, one, offsets.get(index))
-                if chunk is not None:
-                    yield chunk
+            if isinstance(one, Ended):
                 continue
-            ends[index] = one.completion
-        usage = self._usage_of_prompts
-        if self.most:
-            usage = usage_of([exchange.completions for exchange in self.exchanges]).model_dump()
-            for exchange in self.exchanges:
-                await exchange.finish()
-        for index in range(len(self._prompts) * self._choices):  # once what they tell of is saved
-            yield self._end(index, ends.get(index))
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event({**self._head, "choices": [], "usage": usage})
-        yield done()
+            if index not in offsets and self._body.logprobs is not None:
+                offsets[index] = self._offsets(self._prompts[prompt])
+            chunk = self._chunk_of(index, one, offsets.get(index))
+            if chunk is not None:
+                yield chunk
+        ends = [one for several in self._completions() for one in several]
+        usage = await self._finish()
+        for index, end in enumerate(ends):  # once its conversation is saved
+            reason, stopped = finish_reason(end), stop_reason(end)
+            yield self._chunk(index, "", finish_reason=reason, stop_reason=stopped)
+        for last in self._chunks.last(usage):
+            yield last
 
-    def _repeated(self, scores: list[Score | None]) -> Iterator[tuple[TokenIds, Score | None]]:
-        """Each choice's prompt."""
-        for pair in zip(self._prompts, scores, strict=True):
-            yield from [pair] * self._choices
-
-    def _end(self, index: int, completion: RequestCompletion | None) -> ServerSentEvent:
-        """The last chunk of a choice; None: of an echoed prompt alone."""
-        if completion is None:
-            return self._chunk(index, "", finish_reason="length")
-        reason = "length" if completion.finish_reason == "length" else "stop"
-        return self._chunk(index, "", finish_reason=reason, stop_reason=stop_reason(completion))
-
-    def _told(
-        self, index: int, piece: Piece, offsets: TextOffsets | None
+    def _chunk_of(
+        self, index: int, piece: TokenPiece, offsets: TextOffsets | None
     ) -> ServerSentEvent | None:
         more: dict[str, Any] = {}
         if isinstance(piece.token, GeneratedToken):
@@ -366,35 +320,12 @@ class _Text:
 
     def _chunk(self, index: int, text: str, **more: Any) -> ServerSentEvent:
         one = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
-        padded = asks_to_pad(self._body.stream_options) and bool(text)
-        return event({**self._head, "choices": [one]}, padded=padded)
-
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": self._service.fingerprint,
-            **head_usage(self._usage_so_far, self._body.stream_options),
-        }
-
-    def _answer(self, choices: list[CompletionChoice], usage: dict[str, Any]) -> Completion:
-        return Completion(
-            id=self.id,
-            created=self._created,
-            model=self._service.model,
-            choices=choices,
-            usage=usage,  # type: ignore[arg-type]  # validated
-            system_fingerprint=self._service.fingerprint,
-            session_id=self._session,
-        )
+        return self._chunks.of(one, is_text=bool(text))
 
     def _usage_so_far(self) -> dict[str, int]:
-        if not self.most:
+        if not self._most:
             return {name: self._usage_of_prompts[name] for name in USAGE}
-        each = [exchange.usage_so_far() for exchange in self.exchanges]
+        each = [turn.usage_so_far() for turn in self._turns]
         return {name: sum(one[name] for one in each) for name in USAGE}
 
     @property
@@ -404,6 +335,6 @@ class _Text:
         return self._service.token_texts
 
     def _decoded(self, ids: TokenIds) -> str:
-        """The text of a prompt; a character that it begins is of the answer."""
+        """Returns the text of a prompt; a character that it begins belongs to the answer."""
         tokenizer = self._service.tokenizer
         return "" if tokenizer is None else text_of(ids, None, tokenizer)

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers. A field that nobody knows is refused, never ignored."""
+"""Bodies of requests and answers. Unknown fields are refused, never ignored."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from pydantic import Field, model_validator
 from kvpager.server.schema.common import (
     MOST_MESSAGES,
     MOST_TOOLS,
-    Answer,
+    AnswerPart,
     Body,
     Breakpoint,
+    Hint,
+    Ignored,
     Json,
+    MostTokens,
     Sampled,
     TemplateVariables,
+    TokenId,
     Usage,
+    only,
 )
-from kvpager.server.schema.neutral import Hint, Ignored, only
+
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+PromptText = Annotated[str, Field(min_length=1)]
 
 
 class TextPart(Body):
@@ -48,9 +55,9 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -95,35 +102,6 @@ class ChosenTool(Body):
     function: ChosenFunction
 
 
-class JsonSchema(Body):
-    """A schema that the answer has to follow."""
-
-    name: str = "answer"
-    description: str | None = None
-    schema_: Annotated[Json, Field(alias="schema")]
-    strict: bool | None = None
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class ObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class SchemaFormat(Body):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
@@ -131,11 +109,10 @@ class ChatRequest(Sampled):
     """The body of a chat completion."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -151,14 +128,33 @@ class ChatRequest(Sampled):
     reasoning: Hint[Json] = None
     verbosity: Hint[str] = None
     prediction: Hint[Json] = None
+    functions: Annotated[list[Any] | None, only([])] = None
     function_call: Annotated[str | None, only("none", "auto")] = None
+    documents: Annotated[list[Any] | None, only([])] = None
+    reasoning_format: Hint[str] = None
+    parse_tool_calls: Annotated[bool | None, only(True)] = None
     echo: Annotated[bool | None, only(False)] = None
     add_special_tokens: Annotated[bool | None, only(False)] = None
     prompt_logprobs: Annotated[int | None, only(0)] = None
     mm_processor_kwargs: Hint[Json] = None
+    media_io_kwargs: Hint[Json] = None
 
 
-class LogprobEntry(Answer):
+class TokenizeRequest(Body):
+    """Text, or messages of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class LogprobEntry(AnswerPart):
     """A token, its log-probability and its UTF-8 bytes."""
 
     token: str
@@ -172,14 +168,14 @@ class TokenLogprob(LogprobEntry):
     top_logprobs: list[LogprobEntry]
 
 
-class Logprobs(Answer):
+class Logprobs(AnswerPart):
     """Log-probabilities of an answer's tokens."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class AnswerMessage(Answer):
+class AnswerMessage(AnswerPart):
     """What the model answered."""
 
     role: Literal["assistant"] = "assistant"
@@ -189,7 +185,7 @@ class AnswerMessage(Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class Choice(Answer):
+class Choice(AnswerPart):
     """One of `n` answers."""
 
     index: int
@@ -200,7 +196,7 @@ class Choice(Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerPart):
     """The answer of a chat completion."""
 
     id: str
@@ -213,3 +209,55 @@ class ChatCompletion(Answer):
     system_fingerprint: str
     session_id: str | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class CompletionRequest(Sampled):
+    """The body of a completion."""
+
+    prompt: (
+        PromptText
+        | Ids
+        | Annotated[list[PromptText], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+    )
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # 0: with echo alone
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Annotated[str | None, only("")] = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, only(0)] = None
+
+
+class CompletionLogprobs(AnswerPart):
+    """Log-probabilities of tokens, as lists of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(AnswerPart):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class TextCompletion(AnswerPart):
+    """The answer of a completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+    session_id: str | None = None

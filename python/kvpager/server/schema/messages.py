@@ -10,14 +10,16 @@ from kvpager.server.schema.common import (
     MOST_MESSAGES,
     MOST_STOPS,
     MOST_TOOLS,
-    Answer,
+    AnswerPart,
     Body,
+    Hint,
+    Ignored,
     Json,
     Name,
     ShortText,
     StopText,
+    only,
 )
-from kvpager.server.schema.neutral import Hint, Ignored, only
 
 
 class CacheControl(Body):
@@ -53,7 +55,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: str | None = None
@@ -69,7 +71,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinking(Body):
-    """Reasoning that nobody here can read."""
+    """Encrypted reasoning, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -86,7 +88,7 @@ class MessageParam(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(min_length=1)]
+    content: str | Annotated[list[Block], Field(min_length=1, fail_fast=True)]
 
 
 class ToolParam(Body):
@@ -112,8 +114,8 @@ class ToolChoiceParam(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Metadata(Body):
-    """Of the client's user."""
+class MessageMetadata(Body):
+    """The client's user."""
 
     user_id: ShortText | None = None
 
@@ -147,7 +149,7 @@ class CountRequest(Body):
 
     model: ShortText | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolParam], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     cache_control: CacheControl | None = None  # as on the last block
@@ -171,17 +173,18 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
+    metadata: MessageMetadata | None = None
     service_tier: Annotated[str | None, Ignored(("auto", "standard_only"))] = None
     inference_geo: Hint[str] = None
     diagnostics: Hint[Json] = None
     session_id: Name | None = None
+    session_replace: bool | None = None
     cache_salt: ShortText | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     on_corrupt: Literal["fail", "recompute"] | None = None
 
 
-class Usage(Answer):
+class MessageUsage(AnswerPart):
     """Tokens: the three of the input add up to all of it."""
 
     input_tokens: int
@@ -190,7 +193,7 @@ class Usage(Answer):
     output_tokens: int
 
 
-class AnswerMessage(Answer):
+class MessageAnswer(AnswerPart):
     """The answer."""
 
     id: str
@@ -200,24 +203,24 @@ class AnswerMessage(Answer):
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
-    usage: Usage
+    usage: MessageUsage
 
 
-class ErrorBody(Answer):
-    """What an error has."""
+class AnthropicErrorBody(AnswerPart):
+    """Fields of an error."""
 
     type: str
     message: str
 
 
-class Error(Answer):
+class AnthropicError(AnswerPart):
     """An error, as Anthropic's API has it."""
 
     type: Literal["error"]
-    error: ErrorBody
+    error: AnthropicErrorBody
 
 
-class Count(Answer):
-    """How many tokens a prompt has."""
+class Count(AnswerPart):
+    """Number of a prompt's tokens."""
 
     input_tokens: int

@@ -6,19 +6,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from kvpager.server.schema.chat import Function
 from kvpager.server.schema.common import (
     MOST_MESSAGES,
     MOST_TOOLS,
-    Answer,
+    AnswerPart,
     Body,
     Breakpoint,
     Common,
+    Hint,
+    Ignored,
     Json,
+    JsonSchema,
     Metadata,
+    PromptDetails,
     StreamOptions,
     TemplateVariables,
+    TextFormat,
+    only,
 )
-from kvpager.server.schema.neutral import Hint, Ignored, only
 
 Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
 
@@ -40,7 +46,7 @@ class OutputText(Body):
     logprobs: list[Any] | None = None
 
 
-Part = Annotated[InputText | OutputText, Field(discriminator="type")]
+MessagePart = Annotated[InputText | OutputText, Field(discriminator="type")]
 
 
 class InputMessage(Body):
@@ -48,7 +54,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | Annotated[list[MessagePart], Field(fail_fast=True)]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -72,7 +78,7 @@ class InputCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: str | None = None
     status: str | None = None
     caller: Json | None = None
@@ -89,9 +95,9 @@ class InputReasoning(Body):
     """The reasoning before the next item of an earlier answer; templates may drop it."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None  # which nobody here can read
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = None  # ignored
     id: str | None = None
     status: str | None = None
 
@@ -99,14 +105,10 @@ class InputReasoning(Body):
 Item = InputCall | InputCallOutput | InputReasoning | InputMessage
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    parameters: Json | None = None
-    description: str | None = None
-    strict: bool | None = None
     output_schema: Hint[Json] = None
     defer_loading: Annotated[bool | None, only(False)] = None
     allowed_callers: Annotated[list[str] | None, only(["direct"], [])] = None
@@ -119,34 +121,25 @@ class NamedTool(Body):
     name: str
 
 
-class PlainText(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
 class JsonObject(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonOfSchema(Body):
+class JsonOfSchema(JsonSchema):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
     name: str
-    schema_: Annotated[Json, Field(alias="schema")]
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextConfig(Body):
     """The form of the answer's text."""
 
-    format: Annotated[PlainText | JsonObject | JsonOfSchema, Field(discriminator="type")] | None = (
-        None
-    )
+    format: (
+        Annotated[TextFormat | JsonObject | JsonOfSchema, Field(discriminator="type")] | None
+    ) = None
     verbosity: Hint[str] = None
 
 
@@ -178,7 +171,7 @@ class ResponseRequest(Common):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     truncation: Annotated[Literal["disabled", "auto"] | None, Ignored(("disabled",))] = None
     stream_options: StreamOptions | None = None
     max_tool_calls: Annotated[int | None, Field(ge=1), Ignored()] = None  # of tools built in
@@ -192,7 +185,7 @@ class ResponseRequest(Common):
 class InputTokensRequest(ResponseRequest):
     """The body of a count: that of a response, whose input may be missing."""
 
-    input: str | list[Item] = ""
+    input: str | Annotated[list[Item], Field(fail_fast=True)] = ""
 
     @field_validator("input", mode="before")
     @classmethod
@@ -200,14 +193,14 @@ class InputTokensRequest(ResponseRequest):
         return "" if given is None else given
 
 
-class InputTokens(Answer):
-    """How many tokens a prompt has."""
+class InputTokens(AnswerPart):
+    """Number of a prompt's tokens."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class InputItems(Answer):
+class InputItems(AnswerPart):
     """A page of the items of a response's input."""
 
     object: Literal["list"] = "list"
@@ -217,30 +210,23 @@ class InputItems(Answer):
     has_more: bool
 
 
-class InputDetails(Answer):
-    """Tokens of the input: K/V that was there, and K/V that was computed (and so written)."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputDetails(Answer):
+class OutputDetails(AnswerPart):
     """Tokens of the output."""
 
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(AnswerPart):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
 
 
-class Response(Answer):
+class Response(AnswerPart):
     """A response."""
 
     id: str
@@ -273,11 +259,3 @@ class Response(Answer):
     usage: ResponseUsage | None = None
     user: str | None = None
     session_id: str | None = None
-
-
-class Deleted(Answer):
-    """What is left of a deleted response."""
-
-    id: str
-    object: str = "response"
-    deleted: Literal[True] = True

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from kvpager.server.schema.common import Answer, Body, Name
+from kvpager.server.schema.common import AnswerPart, Body, Json, Name
 
 
-class SessionInfo(Answer):
+class SessionInfo(AnswerPart):
     """A conversation: of a `session_id`, of a response, or of a client that named none.
 
     `bytes` are those on disk that only it needs; `tier` says where it is.
@@ -30,14 +30,15 @@ class SessionInfo(Answer):
     error: str | None
 
 
-class SessionList(Answer):
-    """All of a tenant's conversations, the one used last first."""
+class SessionList(AnswerPart):
+    """A tenant's conversations, the one used last first; `after` its last id come the next."""
 
     object: Literal["list"] = "list"
     data: list[SessionInfo]
+    has_more: bool
 
 
-class Chunk(Answer):
+class Chunk(AnswerPart):
     """A chunk of a conversation, as `kvpager.ChunkInfo` has it."""
 
     model_config = ConfigDict(from_attributes=True)
@@ -67,8 +68,8 @@ class Chunk(Answer):
         return value if isfinite(value) else 0.0
 
 
-class Ledger(Answer):
-    """Where each chunk of a conversation is, and what is known of it."""
+class Ledger(AnswerPart):
+    """The chunks of a conversation."""
 
     id: str
     tokens: int
@@ -81,8 +82,8 @@ class SaveRequest(Body):
     ttl: Annotated[str, Field(pattern=r"^(never|\d+(\.\d+)?[smhdw]?)$")] | None = None
 
 
-class Saved(Answer):
-    """What was written."""
+class Saved(AnswerPart):
+    """The report of a save."""
 
     id: str
     tokens: int
@@ -93,8 +94,29 @@ class Saved(Answer):
     seconds: float
 
 
+class SessionMessages(AnswerPart):
+    """The messages of a conversation, as its model has them.
+
+    `response_id` is of an answer that is being computed; its question is not among the messages
+    yet, but in `GET /v1/responses/{response_id}/input_items`.
+    """
+
+    id: str
+    object: Literal["session.messages"] = "session.messages"
+    tokens: int
+    response_id: str | None
+    data: list[Json]
+
+
 class ForkRequest(Body):
-    """`id`: of the copy."""
+    """`id`: of the copy; `messages`: how many it has, from the beginning, by default all."""
+
+    id: Name
+    messages: Annotated[int, Field(ge=1)] | None = None
+
+
+class RenameRequest(Body):
+    """`id`: the new name."""
 
     id: Name
 
@@ -105,42 +127,7 @@ class TrimRequest(Body):
     tokens: Annotated[int, Field(ge=1)]
 
 
-class Deleted(Answer):
-    """What is left of a deleted conversation."""
-
-    id: str
-    object: Literal["session"] = "session"
-    deleted: Literal[True] = True
-
-
 class SlotRequest(Body):
     """llama.cpp's body: the name of the file."""
 
     filename: Name | None = None
-
-
-class SlotSaved(Answer):
-    """llama.cpp's answer to `save`."""
-
-    id_slot: int
-    filename: str
-    n_saved: int
-    n_written: int
-    timings: dict[str, float]
-
-
-class SlotRestored(Answer):
-    """llama.cpp's answer to `restore`."""
-
-    id_slot: int
-    filename: str
-    n_restored: int
-    n_read: int
-    timings: dict[str, float]
-
-
-class SlotErased(Answer):
-    """llama.cpp's answer to `erase`."""
-
-    id_slot: int
-    n_erased: int

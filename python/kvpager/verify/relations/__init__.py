@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.verify.check import Check
-from kvpager.verify.relations.decoding import decoded
-from kvpager.verify.relations.modes import resealed
+from kvpager.verify.relations.decoding import decoded, resealed, speculated
 from kvpager.verify.relations.packing import packed
-from kvpager.verify.relations.prefill import cold_again, warm
 from kvpager.verify.relations.processes import kernel_tiers, rescored, restored
-from kvpager.verify.relations.sessions import forked, paged, trimmed
-from kvpager.verify.relations.speculation import speculated
+from kvpager.verify.relations.sessions import cold_again, forked, paged, trimmed, warm
 from kvpager.verify.relations.stock import equal_to_transformers
+from kvpager.verify.relations.training import trained
 
 if TYPE_CHECKING:
     from kvpager.verify.subject import Subject
@@ -34,9 +32,9 @@ class Relation:
         compare: makes the runs and compares them.
         of_all: promised with `exact="all"` alone.
         processes: whether it starts fresh processes.
-        at_start: whether `Engine(verify=True)` checks it.
-        of_kernels: about our kernels rather than what rows attend to: checked once.
-        up_to_rounding: compared with transformers, whose rows attend to everything: checked once.
+        at_start: whether `verify_engine` checks it.
+        once: whether it is checked under one selection alone: it is about kernels rather than
+            what rows attend to, or compares with transformers, whose rows attend to everything.
     """
 
     name: str
@@ -45,8 +43,7 @@ class Relation:
     of_all: bool = False
     processes: bool = False
     at_start: bool = False
-    of_kernels: bool = False
-    up_to_rounding: bool = False
+    once: bool = False
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -60,7 +57,7 @@ RELATIONS: tuple[Relation, ...] = (
         "equal to transformers",
         "a cold run is, up to rounding, the forward of transformers with its own attention",
         equal_to_transformers,
-        up_to_rounding=True,
+        once=True,
     ),
     Relation(
         "warm",
@@ -69,11 +66,7 @@ RELATIONS: tuple[Relation, ...] = (
         at_start=True,
     ),
     Relation(
-        "decoded",
-        "token by token gives the bits of a prefill",
-        decoded,
-        of_all=True,
-        at_start=True,
+        "decoded", "token by token gives the bits of a prefill", decoded, of_all=True, at_start=True
     ),
     Relation(
         "packed",
@@ -101,16 +94,8 @@ RELATIONS: tuple[Relation, ...] = (
         trimmed,
         at_start=True,
     ),
-    Relation(
-        "paged",
-        "evictions and recalls through the smallest pool change no bit",
-        paged,
-    ),
-    Relation(
-        "re-sealed",
-        'generated text is reusable to the bit with exact="reuse"',
-        resealed,
-    ),
+    Relation("paged", "evictions and recalls through the smallest pool change no bit", paged),
+    Relation("re-sealed", 'generated text is reusable to the bit with exact="reuse"', resealed),
     Relation(
         "restored",
         "a fresh process, another pool, tier or block order restore the same bits",
@@ -125,11 +110,17 @@ RELATIONS: tuple[Relation, ...] = (
         processes=True,
     ),
     Relation(
+        "trained",
+        "log-probabilities with gradients are those of a cold run",
+        trained,
+        of_all=True,
+    ),
+    Relation(
         "kernel tiers",
         "our kernels give the same bits in every instruction-set tier",
         kernel_tiers,
         processes=True,
-        of_kernels=True,
+        once=True,
     ),
 )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpager.tokens import TokenIds
+from kvpager._support.tokens import TokenIds
 from kvpager.verify.check import Check, NotRunError
-from kvpager.verify.disturb import DisturbedRunner, disturbed
 from kvpager.verify.recording import record
+from kvpager.verify.runners import DisturbedRunner, disturbed
+from kvpager.verify.sweep import PLAIN
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Disturbance:
-    """What was done to the rows of all forwards together."""
+    """Counts of moved, padded and shared rows, over all forwards."""
 
     moved: int = 0
     padded: int = 0
@@ -72,7 +73,7 @@ def _in_step(
         engine.prefill_many(zip(sessions, prompts))
         for session in sessions:
             logits[id(session)][session.committed - 1] = session.logits
-        for session, _ in engine.generate_many(sessions, subject.sweep.new_tokens, eos=None):
+        for session, _ in engine.generate_many(sessions, subject.sweep.new_tokens, **PLAIN):
             logits[id(session)][session.committed - 1] = session.logits
     done.add(disturber)
     for i, session in enumerate(sessions):
@@ -92,7 +93,7 @@ def _as_they_come(
             subject.sweep.new_tokens,
             temperature=0.7,
             seed=[turn * 10 + i for i in range(len(prompts))],
-            eos=None,
+            **PLAIN,
             speculate="prompt-lookup" if subject.all_exact else None,
             keep_sessions=True,
         )

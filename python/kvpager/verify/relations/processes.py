@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpager import _core
-from kvpager.config_json import config_to_json
-from kvpager.scheduling.agreement import Agreement
+from kvpager._runtime.scheduling.agreement import Agreement
+from kvpager.config import config_to_json
 from kvpager.verify.check import Check, DoesNotApplyError
 from kvpager.verify.recording import Recording
+from kvpager.verify.sweep import PLAIN
 
 if TYPE_CHECKING:
     from kvpager.verify.subject import Subject
@@ -94,7 +95,7 @@ def rescored(subject: Subject, check: Check) -> None:
     engine.prefill_many(zip(sessions, prompts))
     told: dict[int, list[float]] = {id(session): [] for session in sessions}
     stream = engine.generate_many(
-        sessions, new_tokens, temperature=1.0, seed=[5, 6], eos=None, logprobs=True
+        sessions, new_tokens, temperature=1.0, seed=[5, 6], **PLAIN, logprobs=True
     )
     for session, token in stream:
         told[id(session)].append(token.logprob)

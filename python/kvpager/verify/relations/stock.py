@@ -7,21 +7,114 @@ the engine may be a few times as far from transformers as that run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
+from kvpager._model.seam.attention import mask_windows
+from kvpager._model.seam.causal_lm import handed
+from kvpager._model.seam.support import has_experts
+from kvpager._support.tokens import TokenIds
 from kvpager.config import TopK
-from kvpager.hf.mask_windows import mask_windows
-from kvpager.hf.support import has_experts
 from kvpager.verify.check import Check, DoesNotApplyError, NotRunError
-from kvpager.verify.stock import StockRun, stock_run
 
 if TYPE_CHECKING:
-    from kvpager.tokens import TokenIds
     from kvpager.verify.recording import Recording
     from kvpager.verify.subject import Subject
+
+
+ATTENTION = "eager"  # as architectures define it: sdpa leaves soft caps out
+
+
+@dataclass(frozen=True)
+class StockRun:
+    """One forward of n tokens.
+
+    Attributes:
+        logits: [n, vocab], on the CPU.
+        keys, values: one [n, kv_heads, dim] per layer of the cache, on the CPU; empty where the
+            cache holds something else.
+    """
+
+    logits: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+def stock_run(
+    model: Any, ids: TokenIds, *, rounding: float = 0.0, seed: int = 0, cached: bool = True
+) -> StockRun:
+    """One forward of all tokens by transformers alone.
+
+    Args:
+        model: a transformers causal LM; its attention is eager meanwhile, then what it was.
+        ids: token ids [n].
+        rounding: what every module without children gives is moved by this part of itself, up or
+            down at random: as far as another order of the same sums may.
+        seed: of the directions.
+        cached: whether to keep K/V.
+    """
+    tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(model.device)[None]
+    cache = DynamicCache() if cached else None  # of no configuration: layers of windows keep all
+    with plain_attention(model), torch.inference_mode(), _rounded(model, rounding, seed):
+        output = model(tokens, use_cache=cached, **handed(model, cache))
+    keys, values = _kept(cache, len(ids))
+    return StockRun(output.logits[0].float().cpu(), keys, values)
+
+
+@contextmanager
+def plain_attention(model: Any, implementation: str = ATTENTION) -> Iterator[None]:
+    """While open, the model runs transformers' own attention."""
+    before = model.config._attn_implementation  # noqa: SLF001  # no public name
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _kept(cache: Any, tokens: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """K/V of all layers, or nothing."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for layer in getattr(cache, "layers", ()):
+        for name, into in (("keys", keys), ("values", values)):
+            kept = getattr(layer, name, None)
+            if not isinstance(kept, torch.Tensor) or kept.ndim != 4 or kept.shape[2] != tokens:
+                return (), ()
+            into.append(kept[0].transpose(0, 1).cpu())
+    return tuple(keys), tuple(values)
+
+
+@contextmanager
+def _rounded(model: Any, rounding: float, seed: int) -> Iterator[None]:
+    if not rounding:
+        yield
+        return
+    generator = torch.Generator("cpu").manual_seed(seed)
+
+    def move(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        up = torch.randint(2, output.shape, generator=generator, device="cpu").to(output.device)
+        return (output.float() * (1 + rounding * (2.0 * up - 1))).to(output.dtype)
+
+    handles = [
+        module.register_forward_hook(move)
+        for module in model.modules()
+        if not any(module.children())
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 _TIMES = 4.0  # what one rounding of every module does; measured is up to 1
 _MOST = 0.5  # standard deviations of a logit; a bound beyond tells nothing
@@ -36,7 +129,7 @@ def equal_to_transformers(subject: Subject, check: Check) -> None:
         raise DoesNotApplyError("rows attend to chosen chunks alone, and in transformers to all")
     ids = _prompt(subject, check)
     cold = subject.cold(ids)
-    recurrent = subject.engine().core.recurrence is not None
+    recurrent = subject.engine().core.facts.recurrence is not None
     stock = stock_run(subject.model, ids, cached=not recurrent)
     rounding = _rounding(subject)
     moved = [
@@ -51,7 +144,7 @@ def equal_to_transformers(subject: Subject, check: Check) -> None:
 
 def _prompt(subject: Subject, check: Check) -> TokenIds:
     """The long prompt, made longer than every window there is room for."""
-    windows = [window for window in mask_windows(subject.model) if window]
+    windows = [window for window in mask_windows(subject.model).values() if window]
     longest = getattr(subject.model.config, "max_position_embeddings", None) or _LONGEST
     wanted = [window + max(window // 2, subject.sweep.chunk + 5) for window in windows]
     crossed = max((tokens for tokens in wanted if tokens <= min(longest, _LONGEST)), default=0)

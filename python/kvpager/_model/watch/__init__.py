@@ -1,0 +1,1 @@
+"""Watches an open engine's model for changes: weights, modules, and what its code reads."""

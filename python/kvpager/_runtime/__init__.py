@@ -1,0 +1,1 @@
+"""Runs texts through a model: rows, forwards, prompts, generations, and their snapshots."""

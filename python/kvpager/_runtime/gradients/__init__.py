@@ -1,0 +1,1 @@
+"""Log-probabilities with gradients: the forwards of a rollout, with autograd recorded."""
