@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from small_store import Author
@@ -30,13 +29,8 @@ def check_holds(
     assert found in allowed, f"holds {_sizes(found)} of {[_sizes(one) for one in allowed]}"
 
 
-def check_goes_through(
-    operation: Operation, author: Author, folder: Path, *, spared: str = ""
-) -> None:
-    """The operation can be repeated, `gc` takes nothing of it, and nothing is left over.
-
-    spared: a path that may stay.
-    """
+def check_goes_through(operation: Operation, author: Author, folder: Path) -> None:
+    """The operation can be repeated, `gc` takes nothing of it, and nothing is left over."""
     with contextlib.suppress(AlreadyDoneError):
         _once_more(operation, author, folder)
     found = held(author, folder)
@@ -45,8 +39,6 @@ def check_goes_through(
         DirectoryStore(folder / STORE, create=False).gc()
         assert held(author, folder) == operation.done, "gc took something"
     left = left_over(folder)
-    if spared:
-        left.remove(os.fspath(Path(spared).relative_to(folder)))
     assert not left, f"left over: {left}"
 
 

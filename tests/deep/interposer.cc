@@ -395,6 +395,14 @@ ssize_t pwritev64(int descriptor, const iovec* parts, int count, off64_t offset)
   return pwritev(descriptor, parts, count, offset);
 }
 
+ssize_t pwritev2(int descriptor, const iovec* parts, int count, off_t offset, int) {
+  return pwritev(descriptor, parts, count, offset);  // no flag that is used here changes what lasts
+}
+
+ssize_t pwritev64v2(int descriptor, const iovec* parts, int count, off64_t offset, int flags) {
+  return pwritev2(descriptor, parts, count, offset, flags);
+}
+
 int fsync(int descriptor) {
   REAL(fsync);
   return synced("fsync", descriptor, real_call);
@@ -420,6 +428,11 @@ int fallocate(int descriptor, int mode, off_t offset, off_t bytes) {
   if (result == 0 && !path.empty() && mode == 0) {
     log_event({"allocate", inode_of(descriptor), std::to_string(offset + bytes)});
   }
+  if (result == 0 && !path.empty() && (mode & FALLOC_FL_PUNCH_HOLE) != 0) {
+    const std::vector<char> zeros(static_cast<size_t>(bytes));
+    const iovec part{const_cast<char*>(zeros.data()), zeros.size()};
+    note_write(descriptor, path, &part, 1, offset, static_cast<ssize_t>(bytes));
+  }
   return result;
 }
 
@@ -430,6 +443,20 @@ int fallocate64(int descriptor, int mode, off64_t offset, off64_t bytes) {
 int posix_fallocate(int descriptor, off_t offset, off_t bytes) {
   return fallocate(descriptor, 0, offset, bytes) == 0 ? 0 : errno;
 }
+
+int posix_fallocate64(int descriptor, off64_t offset, off64_t bytes) {
+  return posix_fallocate(descriptor, offset, bytes);
+}
+
+int truncate(const char* path, off_t size) {
+  const int descriptor = ::open(path, O_WRONLY);
+  if (descriptor < 0) return -1;
+  const int result = ftruncate(descriptor, size);
+  ::close(descriptor);
+  return result;
+}
+
+int truncate64(const char* path, off64_t size) { return truncate(path, size); }
 
 void* mmap(void* at, size_t bytes, int protection, int flags, int descriptor, off_t offset) {
   REAL(mmap);

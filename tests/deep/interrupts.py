@@ -31,7 +31,6 @@ from deep.interposer import workplace
 from deep.operations import OPERATIONS, CommandFailedError
 from deep.record import chosen, write
 from deep.worlds import Templates
-from kvpager.plan import measure
 
 LONG_MOST = 300  # of operations that look at the whole model, which have tens of thousands
 
@@ -127,7 +126,6 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    measure._DISK_BYTES = measure._PIECE_BYTES * 8  # type: ignore[attr-defined]
     outcomes: dict[str, Interrupted] = {}
     with workplace() as folder:
         trials = {

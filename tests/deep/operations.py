@@ -21,7 +21,6 @@ from deep.worlds import FILES, STORE, WORLDS, Held
 from kvpager import _core
 from kvpager.cli import main
 from kvpager.errors import PagerError
-from kvpager.plan import measure
 from kvpager.stores import DirectoryStore, FileStore
 
 
@@ -39,7 +38,6 @@ class Operation:
         after: what the world holds once it is done; None: what it held.
         again: whether doing it once more may be refused, because it is done.
         partly: whether an error may leave it done as well as not done.
-        swept: whether the file stays away whose removal was refused: a later sweep takes it.
     """
 
     world: str
@@ -47,7 +45,6 @@ class Operation:
     after: Held | None = None
     again: bool = False
     partly: bool = False
-    swept: bool = True
 
     @property
     def before(self) -> Held:
@@ -105,10 +102,6 @@ def command(*arguments: str) -> Callable[[Author, Path], None]:
             raise CommandFailedError(said.strip())
 
     return run
-
-
-def _measure(_: Author, folder: Path) -> None:
-    measure._disk(folder)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -221,5 +214,4 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "command: snapshot gc": Operation("store", command("snapshot", "gc", "{}/store")),
     "command: info": Operation("empty", command("info", "--output", "{}/answer")),
-    "plan: measure a disk": Operation("empty", _measure, swept=False),
 }

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from small_blocks import block, blocks, read
+from small_blocks import name as key
 from small_store import Author, text
 from store_children import tokens_of
 
@@ -30,8 +32,9 @@ from deep.record import chosen, write
 from deep.worlds import FILES, STORE, WORLDS, Held, Templates
 from kvpager import _core
 from kvpager.errors import PagerError
-from kvpager.stores import DirectoryStore
+from kvpager.stores import ChunkStore, DirectoryStore, ReadResult
 
+BLOCKS, BLOCK_BYTES = "blocks", 5000  # a folder of a world, and what its blocks have
 AFTERWARDS = text(40, seed=99)
 
 
@@ -116,6 +119,23 @@ def _collecting(_: Author, folder: Path) -> None:
     _store(folder).gc()
 
 
+def _blocks() -> History:
+    """Puts into a new store of blocks. A deletion may be undone by a power failure."""
+    held, steps = dict[str, list[int]](), []
+    for numbers in ([1, 2, 3], [3, 4], [5]):
+        held = {**held, **{f"block {n}": [n] for n in numbers}}
+        steps.append(Step(_putting(numbers), held))
+    return History("empty", steps)
+
+
+def _putting(numbers: list[int]) -> Callable[[Author, Path], object]:
+    def run(_: Author, folder: Path) -> None:
+        with ChunkStore(folder / BLOCKS, {}) as store:
+            store.put(blocks(numbers, BLOCK_BYTES))
+
+    return run
+
+
 HISTORIES: dict[str, Callable[[], History]] = {
     "a new store": lambda: _of("store: create and save"),
     "saves": lambda: _of("store: save", "store: save over"),
@@ -127,6 +147,7 @@ HISTORIES: dict[str, Callable[[], History]] = {
     "a pair deleted": lambda: _of("store: delete a pair"),
     "files": lambda: _of("file: save", "file: save over", "file: save over a pair"),
     "a file deleted": lambda: _of("file: delete"),
+    "blocks": _blocks,
     "export": lambda: _of("command: snapshot export"),
     "import": lambda: _of("command: snapshot import"),
     **{f"at random, {n}": (lambda n=n: _at_random(n, 12)) for n in range(8)},
@@ -149,6 +170,13 @@ def look(author: Author, folder: Path) -> dict[str, list[int] | str]:
         store = DirectoryStore(folder / STORE, create=False)
         for entry in store.entries():
             note(entry.name, lambda: store.open(entry.name))  # noqa: B023
+    if (folder / BLOCKS / "store.json").exists():
+        with ChunkStore(folder / BLOCKS, {}, create=False) as chunks:
+            for n in range(10):
+                data = read(chunks, key(n), BLOCK_BYTES)
+                assert data in (block(n, BLOCK_BYTES), ReadResult.MISS)
+                if data is not ReadResult.MISS:
+                    found[f"block {n}"] = [n]
     for path in sorted((folder / FILES).glob("*.kvsnap")):
         note(path.name, lambda: _core.SnapshotReader.open(os.fspath(path)))  # noqa: B023
     return found

@@ -160,7 +160,6 @@ PAGER_LOOKS: dict[str, Action] = {
     "Sequence.freeze": lambda s: s.sequence.freeze(),
     "Sequence.save": lambda s: s.sequence.save(s.folder / "again.kvsnap"),
     "Pager.chain_hashes": lambda s: s.pager.chain_hashes(TOKENS),
-    "Pager.legacy_chain_hashes": lambda s: s.pager.legacy_chain_hashes(TOKENS),
     "Pager.stats": lambda s: s.pager.stats(),
     "Pager.check_invariants": lambda s: s.pager.check_invariants(),
     "Pager.generation": lambda s: (s.core.generation(), s.core.forward_running(), s.core.device),

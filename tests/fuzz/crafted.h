@@ -113,7 +113,7 @@ inline std::vector<Crafted> crafted_snapshots() {
   add("k_dtype_3", "layout.k_dtype", coded, in_layout(kKDtype, uint8_t{3}));
   add("v_dtype_255", "layout.v_dtype", plain, in_layout(kVDtype, uint8_t{255}));
   add("float_dtype_of_codes", "layout.float_dtype", coded, in_layout(kFloatDtype, uint8_t{5}));
-  add("codes_without_codes", "layout.version", coded, [](Parts* parts) {
+  add("codes_without_codes", "layout.size", coded, [](Parts* parts) {
     std::string* const layout = &parts->find(snapshot::kLayout)->bytes;
     put(layout, kKDtype, DType::kFloat16);
     put(layout, kVDtype, DType::kFloat16);

@@ -124,7 +124,7 @@ inline std::optional<Layout> claimed_layout(const Part& section) {
   out.k_dtype = get<DType>(bytes, 20);
   out.v_dtype = get<DType>(bytes, 21);
   const size_t scorer = get<uint16_t>(bytes, 22);
-  if (section.version < 2 || bytes.size() < 40) return out;
+  if (!(is_coded(out.k_dtype) || is_coded(out.v_dtype)) || bytes.size() < 40) return out;
   out.float_dtype = get<DType>(bytes, 33);
   const size_t floats = get<uint16_t>(bytes, 34);
   for (size_t i = 0; i < floats && 42 + scorer + 2 * i <= bytes.size(); ++i) {
@@ -159,7 +159,6 @@ inline void agree_with_layout(Parts* parts) {
   tokens->bytes.resize(static_cast<size_t>(4 * ids));
   payload->bytes.resize(static_cast<size_t>(count() * each));
   summaries->bytes.resize(static_cast<size_t>(sealed * summary_bytes));
-  chunks->version = snapshot::kChunksVersion;
   chunks->bytes.assign(static_cast<size_t>(count() * record), '\0');
   const auto* const bytes = reinterpret_cast<const std::byte*>(payload->bytes.data());
   for (int64_t c = 0; c < count(); ++c) {
@@ -199,10 +198,9 @@ inline void change_geometry(Parts* parts, Random* random) {
     switch (random->below(4)) {
       case 0:
         put(bytes, 20 + random->below(2), static_cast<uint8_t>(random->below(7)));
-        section->version = static_cast<uint8_t>(1 + random->below(2));
         break;
       case 1:
-        if (section->version < 2 || bytes->size() < 40) break;
+        if (bytes->size() < 42) break;
         if (random->below(2) == 0) {
           put(bytes, 32 + random->below(2), static_cast<uint8_t>(random->below(6)));
         } else {
@@ -267,7 +265,7 @@ void mutate_sections(std::string* input, Random* random, const MutateBytes& muta
       (random->below(2) == 0 ? part.version : part.flags) = static_cast<uint8_t>(random->below(4));
       break;
     default:
-      parts->minor = static_cast<uint16_t>(random->below(4));
+      parts->minor = static_cast<uint16_t>(random->below(2));
   }
   *input = input->substr(0, 1) + put_together(*parts);
 }

@@ -151,8 +151,8 @@ def layout_fields_at_their_extremes(raw):
             "layout.summary_page_bytes",
         )
     for name in ("k_dtype", "v_dtype"):
-        # Codes are sound in a layout of version 2 alone.
-        for value, field in ((3, name), (4, "version"), (5, "version"), (6, name), (255, name)):
+        # A layout with codes is longer.
+        for value, field in ((3, name), (4, "size"), (5, f"(size|{name})"), (6, name), (255, name)):
             yield (
                 f"{name}={value}",
                 _with(raw, lambda p, n=name, v=value: p.set(LAYOUT, LAYOUT_FIELDS, n, v)),
@@ -313,7 +313,7 @@ def sections_missing(raw):
         yield (
             f"without {section.name}",
             _with(raw, drop),
-            r"\.type|section_count|size|header.minor",
+            r"\.type|section_count|size",
         )
     yield "no section", _with(raw, lambda p: p.sections.clear()), "section_count"
 
@@ -341,12 +341,11 @@ def flags_versions_and_reserved_bits(raw):
         yield f"{section.name} reserved", _entry(raw, i, "reserved", 1), f"{section.name}.reserved"
         for flags in (section.flags ^ 1, section.flags | 2, 0xFF):
             label = f"{section.name} flags {flags}"
-            yield label, _entry(raw, i, "flags", flags), f"{section.name}|minor"
+            yield label, _entry(raw, i, "flags", flags), section.name
         if section.flags & 1:
-            for version in (0, 3 - section.version, 255):
+            for version in (0, 2, 255):
                 label = f"{section.name} version {version}"
-                words = f"{section.name}.version|header.minor"
-                yield label, _entry(raw, i, "version", version), words
+                yield label, _entry(raw, i, "version", version), f"{section.name}.version"
 
 
 @forgery(31)
@@ -362,14 +361,13 @@ def an_unknown_required_section(raw):
 @forgery(32)
 def another_major_version(raw):
     for major in (0, 2, 65535):
-        yield f"major {major}", _header(raw, "major", major), f"header.major is {major}"
+        yield f"major {major}", _header(raw, "major", major), rf"header\.version is {major}\.0"
 
 
 @forgery(33)
-def a_minor_version_that_is_not_the_lowest(raw):
-    """One content has one encoding: a known minor is stamped only by files that need it."""
-    for minor in {0, 1, 2} - {get(raw, HEADER_FIELDS, "minor")}:
-        yield f"minor {minor}", _header(raw, "minor", minor), "header.minor"
+def another_minor_version(raw):
+    for minor in (1, 2, 3, 65535):
+        yield f"minor {minor}", _header(raw, "minor", minor), rf"header\.version is 1\.{minor}"
 
 
 def _packs(parts):
@@ -490,12 +488,10 @@ def a_packs_section_in_a_file_that_has_its_chunks(raw):
     sealed = len(take_apart(raw)[TOKENS].data) // 4 // take_apart(raw).geometry.chunk_tokens
     places = [(0, i) for i in range(sealed)]
 
-    def add(parts, minor):
-        parts.minor = minor
+    def add(parts):
         parts.sections.append(Section(PACKS, packs_section([(b"\x11" * 16, n)], places)))
 
-    for minor in (0, 1, 2):
-        yield f"minor {minor}", _with(raw, lambda p, m=minor: add(p, m)), "size|minor"
+    yield "packs", _with(raw, add), "size"
 
 
 def claims_of_terabytes(raw):

@@ -17,7 +17,7 @@ def assert_same_bits(actual, expected, what):
 def assert_same_session(actual, expected, what):
     """Tokens, K/V of every layer and the logits after the last token."""
     assert actual.tokens.tolist() == expected.tokens.tolist(), f"{what}: other tokens"
-    for layer in range(actual.core.layout.layers):
+    for layer in range(actual.core.facts.layout.layers):
         ours = actual.sequence.read_kv(layer, 0, actual.committed)
         theirs = expected.sequence.read_kv(layer, 0, expected.committed)
         for name, a, b in zip(("keys", "values"), ours, theirs):

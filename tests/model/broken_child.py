@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import torch
 
+from kvpager._runtime.scheduling.score import Score
 from kvpager.engine import Engine
 from kvpager.pager import Forward
 from kvpager.sampling import log_probability
-from kvpager.scheduling.score import Score
 from kvpager.verify import child
 
 

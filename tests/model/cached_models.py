@@ -8,7 +8,7 @@ import torch
 import transformers
 from reference_models import ARCHITECTURES, VOCAB, build, prompt
 
-from kvpager.hf.cache_argument import handed
+from kvpager._model.seam.causal_lm import handed
 from kvpager.transformers_cache.cache import Cache
 
 SMALL = {

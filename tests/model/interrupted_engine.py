@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "python"))
 from interrupts import Tried, at_every_instant, open_files
 
 from kvpager import Engine
-from kvpager.execution.recordings import WORTH
-from kvpager.hf.attention import is_running
+from kvpager._model.seam.attention import is_running
+from kvpager._runtime.execution.recordings import WORTH
 from kvpager.stores import DirectoryStore
 
 IDS = prompt(70)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvpager import Engine
 VOCAB = 300
 ROWS = 32
 CHUNK = 16
+KV_DTYPE = "auto"  # the fixture `kv_dtype` changes it
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -114,12 +114,9 @@ def build(architecture, dtype="float32", *, hidden=256, tied=None, group=None, *
 
 
 def make_engine(model, *, pool_tokens=96, **options):
-    """An engine with a small pool and few rows; every option can be overridden.
-
-    `make pytest-codes` runs these tests with K/V in fewer bits.
-    """
+    """An engine with a small pool and few rows; every option can be overridden."""
     settings = {"rows": ROWS, "chunk_tokens": CHUNK, "host_bytes": "256MiB"}
-    settings["kv_dtype"] = os.environ.get("KVPAGER_TEST_KV_DTYPE", "auto")
+    settings["kv_dtype"] = KV_DTYPE
     return Engine(model, pool_tokens=pool_tokens, **{**settings, **options})
 
 

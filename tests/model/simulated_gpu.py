@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from kvpager.hf import only_looks
+from kvpager._model.watch.looks import only_looks
 
 GPU = torch.device("cuda", 0)
 _TAG = "_on_the_gpu"

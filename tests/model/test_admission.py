@@ -11,7 +11,7 @@ from reference_models import CHUNK, ROWS, build, make_engine, prompt
 from kvpager import InvalidArgumentError
 from kvpager.errors import QueueFullError
 from kvpager.requests import waiting as waiting_module
-from kvpager.requests.job_heap import JobHeap
+from kvpager.requests.waiting import RequestHeap
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_a_short_prompt_behind_a_very_long_one_has_its_token_long_before(engine)
 
 def test_thousands_of_waiting_requests_cost_a_step_nothing(engine, monkeypatch):
     compared = []
-    holds = JobHeap._holds
+    holds = RequestHeap._holds
 
     def counted(self, entry):
         compared.append(entry)
@@ -257,7 +257,7 @@ def test_thousands_of_waiting_requests_cost_a_step_nothing(engine, monkeypatch):
             scheduler.submit([5, 6, 7], 3, eos=None, timeout_s=50 + i / 100) for i in range(5000)
         ]
         scheduler.step()
-        monkeypatch.setattr(JobHeap, "_holds", counted)
+        monkeypatch.setattr(RequestHeap, "_holds", counted)
         for _ in range(10):
             scheduler.step()
         assert len(compared) < 10 * 10

@@ -98,8 +98,8 @@ def test_a_model_of_the_table_is_the_same_each_time():
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_calls_a_model_wrong_that_is_accepted_and_is_not_equal(monkeypatch):
-    monkeypatch.setattr("kvpager.hf.own_attention.note_mask_window", lambda *_: None)
-    monkeypatch.setattr("kvpager.hf.own_attention._require_same_model", lambda *_: None)
+    monkeypatch.setattr("kvpager._model.proof.own_attention.note_mask_window", lambda *_: None)
+    monkeypatch.setattr("kvpager._model.proof.own_attention._require_same_model", lambda *_: None)
     row = classifying.classify("phimoe")
     assert row.verdict == classifying.WRONG
     assert "equal to transformers" in row.reason

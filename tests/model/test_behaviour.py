@@ -15,10 +15,9 @@ import transformers
 from reference_models import ARCHITECTURES, COMMON, build, make_engine, prompt
 
 from kvpager import DirectoryStore, FingerprintMismatchError
-from kvpager.hf.attach import attach
-from kvpager.hf.behaviour import TOKENS, behave, behaviour_tokens
-from kvpager.hf.mixing import KEYS, Mixing
-from kvpager.hf.rows import RowCounts
+from kvpager._model.identity.behaviour import KEYS, TOKENS, Mixing, behave, behaviour_tokens
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.rows import RowCounts
 
 
 def attentions(model):

@@ -14,7 +14,7 @@ from reference_models import COMMON, build, make_engine, prompt
 
 import kvpager
 from kvpager import DirectoryStore, ModelChangedError
-from kvpager.hf.contents import ROUND, Contents
+from kvpager._model.watch.contents import ROUND, Contents
 
 
 def adapted():
@@ -255,7 +255,7 @@ def test_a_change_by_another_thread_while_a_forward_runs_is_not_committed(change
     inside, changed = threading.Event(), threading.Event()
     waiting = []
 
-    @kvpager.hf.only_looks
+    @kvpager.only_looks
     def wait(module, arguments):
         if waiting:
             inside.set()
@@ -303,7 +303,7 @@ def test_what_changes_nothing_is_let_pass(closing):
     session = engine.session()
     seen = []
     model.model.layers[0].register_forward_hook(
-        kvpager.hf.only_looks(lambda module, given, output: seen.append(1))
+        kvpager.only_looks(lambda module, given, output: seen.append(1))
     )
     model.config.use_cache = False
     model.generation_config.max_new_tokens = 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import text_models
 from bits import assert_same_session
 
 from kvpager import CapacityError, CorruptSnapshotError, Engine, InvalidArgumentError, Session
-from kvpager.text.conversation import Conversation
+from kvpager._runtime.text.conversation import Conversation
 
 SAMPLED = {"temperature": 1.0, "seed": 5, "eos": None}
 END = text_models.SPECIAL.index(text_models.END)
@@ -58,6 +59,17 @@ def test_a_conversation_is_computed_once(engine: Engine, tokenizer: Any) -> None
     # One more: the answer's last token was pending.
     assert session.tokens_computed - computed == len(new) + 1
     assert [message["role"] for message in session.messages] == ["user", "assistant"] * 3
+
+
+def test_the_time_to_a_first_token_has_the_prefill_of_its_message(engine: Engine) -> None:
+    prefilled: list[float] = []
+    answer = engine.session().chat(
+        "What is a cache?", 3, progress=lambda *_: prefilled.append(time.perf_counter())
+    )
+    ended = time.perf_counter()
+    assert answer.first_token_s is not None
+    assert answer.first_token_s < answer.total_s
+    assert ended - answer.total_s < prefilled[0]  # it counts from before
 
 
 def test_answers_keep_the_tokens_they_were_produced_with(engine: Engine, tokenizer: Any) -> None:
@@ -158,6 +170,48 @@ def test_an_answer_that_goes_on_is_one_message(engine: Engine) -> None:
     assert len(session.messages) == 2
 
 
+def test_a_conversation_cut_at_a_message_goes_on_as_if_no_more_had_been_said(
+    engine: Engine, tmp_path: Path
+) -> None:
+    cut, never = engine.session(), engine.session(salt="another")  # which shares no chunk
+    for session in (cut, never):
+        session.chat("What is a cache?", 20, **SAMPLED)
+    cut.chat("And a pager?", 20, **SAMPLED)
+    cut.trim_messages(2)
+    assert cut.messages == never.messages
+    assert cut.tokens.tolist() == never.tokens.tolist()
+    cut.save(tmp_path / "cut.kvsnap")
+    again = engine.restore(tmp_path / "cut.kvsnap")
+    for session in (never, cut, again):
+        before = session.tokens_computed
+        session.chat("Thanks.", 20, **SAMPLED)
+        assert session.tokens_computed - before < 30
+        assert session.messages == never.messages
+        assert_same_session(session, never, "cut at a message")
+    cut.trim_messages(0)
+    assert (cut.messages, cut.length) == ([], 0)
+
+
+def test_messages_that_were_given_are_cut_with_as_much_text_as_others_need(engine: Engine) -> None:
+    session = engine.session()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "And now?"},
+    ]
+    session.chat(messages, 5, **SAMPLED)
+    with pytest.raises(InvalidArgumentError, match="count is 6; expected 0 to 5"):
+        session.trim_messages(6)
+    session.trim_messages(3)
+    assert session.messages == messages[:3]
+    assert 0 < session.length < engine.session().chat(messages, 1).prompt_tokens
+    session.chat("And now?", 5, **SAMPLED)
+    whole = engine.session(salt="another")
+    whole.chat(messages, 5, **SAMPLED)
+    assert_same_session(session, whole, "given messages")
+
+
 def test_an_answer_whose_prompt_was_cut_is_no_message(engine: Engine) -> None:
     session = engine.session()
     done = session.chat("What is a cache?", 8, **SAMPLED)
@@ -194,7 +248,6 @@ def test_a_saved_conversation_goes_on_as_one_that_was_not_saved(
         lambda session: session.regenerate(7, **SAMPLED),
         lambda session: session.trim(session.length - 3),
         lambda session: session.trim(5),
-        lambda session: session.append("And then?"),
         lambda session: (session.append("And then?"), session.regenerate(7, **SAMPLED)),
         lambda session: session.fork().generate(6, **SAMPLED),
     ]
@@ -301,7 +354,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvpager.scheduling.prefill.advance", fail)
+        patched.setattr("kvpager._runtime.scheduling.prefill.advance", fail)
         with pytest.raises(KeyboardInterrupt):
             session.chat("And a pager? " * 40, 6, **SAMPLED)
         edited = twin.fork()
@@ -324,7 +377,7 @@ def test_an_answer_is_still_open_behind_a_turn_that_changed_nothing(
         raise CapacityError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvpager.scheduling.feed.Feed.admit", fail)
+        patched.setattr("kvpager._runtime.scheduling.feed.Feed.admit", fail)
         with pytest.raises(CapacityError):
             session.chat("And a pager?", 6, **SAMPLED)
     answer += session.generate(4, **SAMPLED).text
@@ -459,13 +512,36 @@ def test_a_session_that_was_cut_computes_what_is_missing(engine: Engine) -> None
     assert expected.finish_reason == done.finish_reason
 
 
-def test_text_that_was_put_between_turns_is_no_part_of_an_answer(engine: Engine) -> None:
+def test_text_between_turns_is_no_part_of_an_answer_and_no_turn_drops_it(engine: Engine) -> None:
     session = engine.session()
     done = session.chat("What is a cache?", 10, **SAMPLED)
+    end = session.length
     session.append(" (a note)")
     assert session.messages[-1]["content"] == done.text
+    with pytest.raises(InvalidArgumentError, match=rf"tokens from {end} on are in no message"):
+        session.chat("And a pager?", 10, **SAMPLED)
+    assert engine.tokenizer.decode(session.tokens).endswith(" (a note)")
+    session.trim(end)
     session.chat("And a pager?", 10, **SAMPLED)
-    assert "(a note)" not in engine.tokenizer.decode(session.tokens)
+
+
+def test_a_document_that_was_prefilled_is_not_dropped_by_a_question(
+    engine: Engine, tokenizer: Any
+) -> None:
+    document = "A cache keeps what is needed again. " * 8
+    with engine.session() as session, engine.scheduler() as scheduler:
+        session.prefill(document)
+        text = session.tokens
+        with pytest.raises(InvalidArgumentError, match="from 0 on are in no message"):
+            session.chat("What is a cache?", 4)
+        with pytest.raises(InvalidArgumentError, match="from 0 on are in no message"):
+            scheduler.chat(session, "What is a cache?", 4)
+        assert session.tokens.tolist() == text.tolist()
+    messages = [{"role": "system", "content": document}, {"role": "user", "content": "Hello"}]
+    with engine.session() as session:  # the template's own text is kept
+        session.prefill(rendered(tokenizer, messages)[:20])
+        session.chat(messages, 4, **SAMPLED)
+        assert session.messages[:2] == messages
 
 
 def test_tools_and_further_arguments_reach_the_template(engine: Engine, tokenizer: Any) -> None:

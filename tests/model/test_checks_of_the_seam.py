@@ -7,11 +7,12 @@ import torch
 from reference_models import build, make_engine
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import Head, same_bits
-from kvpager.hf.attach import attach
-from kvpager.hf.attention import attention, running
-from kvpager.hf.observe import Recorder, observe
-from kvpager.hf.whole import WholeModel
+from kvpager._model.proof.whole import WholeModel
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.attention import attention, running
+from kvpager._model.seam.causal_lm import Head
+from kvpager._model.seam.observe import Recorder, observe
+from kvpager._model.seam.rows import same_bits
 
 
 class Layer(torch.nn.Module):

@@ -19,33 +19,12 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import kvpager
-from kvpager.hf import start as starting
-from kvpager.opening import proven_before, released_files
-from kvpager.opening.code_seen import require_released_operators
-from kvpager.opening.module_state import UnknownStateError
+from kvpager._model.facts import proven_before, released_files
+from kvpager._model.facts.code_seen import require_released_operators
+from kvpager._model.facts.released_files import UnknownStateError
 
 ROTATED = modeling_llama.apply_rotary_pos_emb
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("KVPAGER_CACHE", str(folder))
-    return folder / "row_counts"
-
-
-@pytest.fixture
-def proofs(monkeypatch):
-    """What was proven."""
-    made = []
-    own = starting.prove
-
-    def noting(model, seen, small_rows):
-        made.append(own(model, seen, small_rows))
-        return made[-1]
-
-    monkeypatch.setattr(starting, "prove", noting)
-    return made
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -140,7 +119,7 @@ def with_class(model):
 
 
 def with_hook_that_looks(model):
-    model.model.layers[0].register_forward_hook(kvpager.hf.only_looks(lambda *_: None))
+    model.model.layers[0].register_forward_hook(kvpager.only_looks(lambda *_: None))
 
 
 class Doubled(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Keys and values in 8 and 4 bits: the same promise, other numbers, texts of their own.
 
-That every relation holds, to the bit, is among the cases of `matrix.py` and in `make pytest-codes`.
+That every relation holds, to the bit, is among the cases of `matrix.py` and those of `kv_dtype`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from reference_models import CHUNK, SHIPPED, build, make_engine, prompt
 
 from kvpager import Dense, FingerprintMismatchError, PagerConfig, TopK
+from kvpager._model.layout import CODED
 from kvpager.cli import main
+from kvpager.cli.needles import NeedleTask
 from kvpager.errors import InvalidArgumentError
-from kvpager.layout import CODED
-from kvpager.needles import NeedleTask
 from kvpager.pager import Layout
 from kvpager.plan.shape import KvShape, read_shape
 
@@ -248,7 +248,7 @@ def test_heads_that_four_bits_do_not_fit_are_refused_with_the_option_and_what_fi
 def test_a_plan_counts_the_bytes_of_codes(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     shape = read_shape(tmp_path, "bfloat16")
-    plain, codes, mixed = (KvShape.of(shape, 64, dtype, "bits2") for dtype in ("auto", "q8", "q4"))
+    plain, codes, mixed = (KvShape.of(shape, 64, dtype) for dtype in ("auto", "q8", "q4"))
     dim = shape.k_dim
     assert codes.token_bytes * 2 * dim == plain.token_bytes * (dim + 2)
     each = plain.token_bytes // shape.layers

@@ -10,17 +10,10 @@ from adapters import with_adapters
 from bits import assert_same_bits, assert_same_session
 from reference_models import build, make_engine, prompt
 
-from kvpager import (
-    Cache,
-    CapacityError,
-    Engine,
-    InvalidArgumentError,
-    ModelChangedError,
-    _core,
-)
-from kvpager.execution import recordings
-from kvpager.execution.workers import new_workers
-from kvpager.hf.linear import LinearLayers
+from kvpager import Cache, CapacityError, Engine, InvalidArgumentError, ModelChangedError, _core
+from kvpager._model.seam.linear import LinearLayers
+from kvpager._runtime.execution import recordings
+from kvpager._runtime.execution.workers import new_workers
 
 WORTH = 6  # forwards before one is recorded, in these tests
 MODELS = {
@@ -86,7 +79,7 @@ def test_an_engine_with_copies_has_the_bits_of_one_without(closing, name, dtype)
 def test_every_product_of_few_rows_is_given_the_copies(closing, monkeypatch, name):
     """Module by module, of experts, and of a recording's programs."""
     engine = closing(open_engine(narrow(MODELS[name]())))
-    copies, seen = engine.core.linear.compressed, set()
+    copies, seen = engine.core.facts.linear.compressed, set()
     own_program = _core.Program  # also made of other operations, to try them
 
     def noting(function):
@@ -120,7 +113,7 @@ def test_copies_are_of_every_layers_weights(closing):
     engine = closing(open_engine(model, progress=lambda done, total: seen.append((done, total))))
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     weights = {id(layer.weight): layer.weight for layer in layers}.values()
-    copies = engine.core.linear.compressed
+    copies = engine.core.facts.linear.compressed
     assert copies.weight_bytes == sum(weight.nbytes for weight in weights)
     assert 0.75 * copies.weight_bytes < copies.bytes < 0.8 * copies.weight_bytes
     assert (0, copies.weight_bytes) in seen
@@ -130,7 +123,7 @@ def test_copies_are_of_every_layers_weights(closing):
 def test_experts_are_copied(closing):
     model = narrow(build("qwen3_moe"), "bfloat16")
     experts = sum(weight.nbytes for weight in model.parameters() if weight.ndim == 3)
-    copies = closing(open_engine(model)).core.linear.compressed
+    copies = closing(open_engine(model)).core.facts.linear.compressed
     assert copies.weight_bytes > experts > 0
 
 
@@ -139,7 +132,7 @@ def test_a_weight_that_two_layers_share_is_copied_once(closing):
     first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
     second.up_proj.weight = first.up_proj.weight
     engine = closing(open_engine(model, progress=lambda done, total: totals.add(total)))
-    assert engine.core.linear.compressed.weight_bytes in totals
+    assert engine.core.facts.linear.compressed.weight_bytes in totals
 
 
 def test_snapshots_go_from_one_to_the_other(closing, tmp_path):
@@ -158,13 +151,13 @@ def test_changed_weights_are_noticed_and_copied_anew(closing):
     model = narrow(build("llama"))
     engine = closing(open_engine(model))
     session = answered(engine)
-    before = engine.core.linear.compressed
+    before = engine.core.facts.linear.compressed
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(2)
     with pytest.raises(ModelChangedError, match=r"up_proj.weight was changed in place"):
         session.generate(1, eos=None)
     engine.weights_changed()
-    assert engine.core.linear.compressed is not before
+    assert engine.core.facts.linear.compressed is not before
     fresh = closing(open_engine(model, compress_weights=False))
     assert_same_session(answered(engine, seed=3), answered(fresh, seed=3), "after the change")
 
@@ -195,7 +188,7 @@ def test_single_weights_that_12_bits_cannot_hold_change_nothing(closing):
 def test_closing_an_engine_frees_the_copies():
     engine = open_engine(narrow(build("llama")))
     answered(engine)
-    copies = engine.core.linear.compressed
+    copies = engine.core.facts.linear.compressed
     assert copies.bytes > 0
     engine.close()
     assert copies.bytes == 0
@@ -219,7 +212,7 @@ def test_weights_of_a_librarys_own_kind_are_left_alone():
 
 
 def test_copies_that_memory_has_no_room_for_are_refused(monkeypatch):
-    monkeypatch.setattr("kvpager.opening.compression.free_memory", lambda: 1000)
+    monkeypatch.setattr("kvpager._model.facts.compression.free_memory", lambda: 1000)
     with pytest.raises(CapacityError, match=r"take [\d,]+ bytes, of which 1,000 are free"):
         open_engine(build("llama", "bfloat16"))
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from kvpager import Dense, InvalidArgumentError, PagerConfig, TopK
+from kvpager._support.option_table import parse_bytes
 from kvpager.config import AUTO_BYTES, Window, describe_selection, physical_memory
-from kvpager.option_table import parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,10 @@ def test_sizes_that_say_nothing_are_refused(text):
         ({"hysteresis": float("nan")}, r"hysteresis is nan"),
         ({"hysteresis": -0.1}, r"hysteresis is -0.1"),
         ({"kv_dtype": "int8"}, r"kv_dtype is 'int8'"),
-        ({"scorer": ""}, r"scorer is ''"),
         ({"debug_shuffle_seed": 0}, r"debug_shuffle_seed is 0"),
         ({"debug_poison": 1}, r"debug_poison is 1"),
         ({"disk_bytes": "1GiB"}, r"disk_path is None; expected a folder"),
         ({"disk_path": "/nowhere at all"}, r"disk_path is '/nowhere at all'"),
-        ({"selection": TopK(chunks=4, scorer="mean"), "scorer": "bits2"}, r"scorer is 'bits2'"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -181,12 +179,18 @@ def test_every_option_says_what_it_is():
     assert options["policy"].default == "qk"
 
 
-def test_a_selection_has_one_description_without_its_scorer():
+def test_a_selection_has_one_description():
     assert describe_selection(Dense()) == "dense()"
     a = TopK(chunks=4, always=[(64, 128), (0, 32)])
-    b = TopK(chunks=4, always=((0, 32), (64, 128)), scorer="mean")
+    b = TopK(chunks=4, always=((0, 32), (64, 128)))
     assert describe_selection(a) == describe_selection(b)
     assert describe_selection(a) != describe_selection(TopK(chunks=5))
+
+
+def test_a_scorer_is_no_option_any_more():
+    for options in (TopK, PagerConfig):
+        with pytest.raises(InvalidArgumentError, match="has no option 'scorer'"):
+            options(scorer="bits2")
 
 
 @pytest.mark.parametrize(

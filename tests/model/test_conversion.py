@@ -7,8 +7,8 @@ import torch
 from reference_models import CHUNK, build, make_engine, prompt
 
 from kvpager import DirectoryStore, FingerprintMismatchError, InvalidArgumentError
+from kvpager._model.layout import CODED
 from kvpager.cli import main
-from kvpager.layout import CODED
 from kvpager.pager import open_snapshot
 
 TOKENS = 5 * CHUNK + 7

@@ -19,10 +19,13 @@ from reference_models import make_engine as make_engine_of
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from kvpager import NonFiniteError, UnsupportedModelError
-from kvpager.hf import attach, observe, prove
-from kvpager.hf.watch import ModelWatch
-from kvpager.opening import row_counts as settling
-from kvpager.opening.count_trial import CountTrial
+from kvpager._model.facts import row_counts as settling
+from kvpager._model.facts.checked_model import check_model
+from kvpager._model.facts.count_trial import CountTrial
+from kvpager._model.proof.prove import prove
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.observe import observe
+from kvpager._model.watch.model_watch import ModelWatch
 from kvpager.pager import Sequence
 
 ROWS = 32
@@ -90,7 +93,7 @@ def blind_spot(model, kind, count, alone=False):
         steps.step = lambda values, result: None
         with make_engine(model, small_rows=small_rows) as engine:
             steps.step = note
-            with CountTrial(engine.core, ModelWatch(model)) as trial:
+            with trial_of(engine) as trial:
                 assert trial.differing() == []
                 if alone:
                     assert trial.difference_of_all_rows() is None
@@ -98,6 +101,12 @@ def blind_spot(model, kind, count, alone=False):
     feature = int(beyond.argmax())
     assert beyond[feature] > 0
     return feature, float(highest[feature])
+
+
+def trial_of(engine):
+    core = engine.core
+    subject = check_model(core.model, core.config, core.workers)
+    return CountTrial(subject, core.facts, ModelWatch(core.model))
 
 
 def highest_of(rows):
@@ -157,7 +166,7 @@ def test_a_count_that_a_short_text_finds_other_bits_in_is_dropped_and_named(
             assert "Qwen3MoeForCausalLM" in record.getMessage()
             assert differing_logprobs(engine) == 0
         # Without the check the proof takes the count, and a rollout is scored otherwise.
-        monkeypatch.setattr(settling, "_to_be_checked", lambda engine: False)
+        monkeypatch.setattr(settling, "_to_be_checked", lambda subject, found: False)
         with make_engine(model) as unchecked:
             assert unchecked.row_counts.smaller[0] == smallest
             assert differing_logprobs(unchecked) > 0
@@ -217,7 +226,7 @@ def test_keys_and_values_are_compared_as_raw_bits(model, monkeypatch):
             values.view(torch.int32)[stop - 1, -1, -1] ^= 1
         return keys, values
 
-    with make_engine(model) as engine, CountTrial(engine.core, ModelWatch(model)) as trial:
+    with make_engine(model) as engine, trial_of(engine) as trial:
         monkeypatch.setattr(Sequence, "read_kv", changed)
         (found,) = trial.differing()
     assert found.rows == engine.row_counts.smaller[0]
@@ -262,7 +271,7 @@ def test_it_leaves_nothing_behind(model, monkeypatch, caplog, closing):
         checked = closing(make_engine(model))
     said = [record.getMessage() for record in caplog.records]
     assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(settling, "_to_be_checked", lambda engine: False)
+    monkeypatch.setattr(settling, "_to_be_checked", lambda subject, found: False)
     caplog.clear()
     with caplog.at_level(logging.INFO):
         unchecked = closing(make_engine(model))

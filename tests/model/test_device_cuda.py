@@ -16,10 +16,10 @@ from devices import require
 from reference_models import build, make_engine, prompt, stock_logits
 
 from kvpager import Engine, FingerprintMismatchError, InvalidArgumentError, PagerConfig, TopK
+from kvpager._model.identity.fingerprint import RULES
+from kvpager._model.weights.digests import weights_digest
 from kvpager.errors import UnsupportedModelError
-from kvpager.fingerprint import RULES
-from kvpager.verify import RELATIONS, Subject, verify
-from kvpager.weights import weights_digest
+from kvpager.verify import RELATIONS, Subject, verify, verify_engine
 
 pytestmark = pytest.mark.cuda
 
@@ -267,7 +267,7 @@ def test_a_snapshot_of_the_cpu_is_refused_or_approximate(closing, tmp_path):
 def test_two_engines_of_one_model_give_the_same_bits(closing, tmp_path):
     model = on_gpu("qwen3", hidden=1024)
     ids = prompt(120)
-    first, second = (closing(make_engine(model, verify=True, **SMALL)) for _ in range(2))
+    first, second = (closing(make_engine(model, verify=verify_engine, **SMALL)) for _ in range(2))
     sessions = [engine.session() for engine in (first, second)]
     for session in sessions:
         session.prefill(ids)

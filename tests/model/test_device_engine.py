@@ -14,7 +14,7 @@ from devices import DEVICES, require, tensors_of
 from reference_models import SHIPPED, build, make_engine, prompt
 
 from kvpager import Engine, FingerprintMismatchError, PagerConfig, TopK
-from kvpager.verify import RELATIONS, Subject, verify
+from kvpager.verify import RELATIONS, Subject, verify, verify_engine
 
 NEW = 6
 TOPK = TopK(chunks=2, sinks=16, recent=32)
@@ -202,7 +202,7 @@ def test_relations_hold_on_tensor_cores(options, device):
 
 def test_an_engine_verifies_itself_on_a_device(device, closing):
     model = build("qwen3", "bfloat16").to(tensors_of(device))
-    engine = closing(make_engine(model, device=device, verify=True, **SMALL))
+    engine = closing(make_engine(model, device=device, verify=verify_engine, **SMALL))
     assert engine.stats()["forwards"] == 0
 
 

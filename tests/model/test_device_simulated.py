@@ -17,9 +17,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvpager
 from kvpager import PagerConfig, TopK
-from kvpager.hf import attach, only_looks, probe_shapes, settle_rows
+from kvpager._model.proof.prove import settle_rows
+from kvpager._model.proof.shapes import probe_shapes
+from kvpager._model.seam.attach import attach
+from kvpager._model.watch.looks import only_looks
 from kvpager.segments import Combined, Deviation, QueryGuided, SegmentHead
-from kvpager.verify import RELATIONS, Subject, verify
+from kvpager.verify import RELATIONS, Subject, verify, verify_engine
 from kvpager_bench.plain_transformers import compare_with_transformers
 
 PACKAGE = str(Path(kvpager.__file__).parent)
@@ -126,7 +129,7 @@ def test_relations_and_the_peer_run_where_the_model_is(monkeypatch):
         assert report.about["device"].startswith("cuda:0 (GPU")
         peer = compare_with_transformers(model, [prompt(12)], new_tokens=3)
     assert report.kept, report.verdict()
-    assert peer.routes[0].prompts == 1
+    assert len(peer[0].first_forks) == 1
 
 
 def test_the_simulated_gpu_minds_what_a_gpu_minds():
@@ -171,7 +174,7 @@ class SaysWhere(TorchFunctionMode):
 
 def test_the_package_says_of_every_tensor_it_makes_where_it_is_to_be():
     with SaysWhere() as mode:
-        with make_engine(build("qwen3_moe", "bfloat16"), verify=True) as engine:
+        with make_engine(build("qwen3_moe", "bfloat16"), verify=verify_engine) as engine:
             engine.score(prompt(40))
         pager = engine.pager
         assert pager is not None

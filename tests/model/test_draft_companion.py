@@ -14,8 +14,8 @@ from reference_models import CHUNK, ROWS, build, prompt
 
 import kvpager
 from kvpager import CapacityError, CorruptSnapshotError, NonFiniteError, StorageError
+from kvpager._runtime.execution.core import Ask
 from kvpager.drafts.drafting import _CATCHING_UP
-from kvpager.execution.core import Ask
 from kvpager.sampling import Sampling
 
 IDS = prompt(100, 3)

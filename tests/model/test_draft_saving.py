@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -185,7 +186,8 @@ def test_a_draft_of_another_release_is_restored(engine, place, session, monkeypa
     """Guesses need no bits: what a session must refuse, its draft need not."""
     place.save(session)
     core = engine.draft.core
-    monkeypatch.setattr(core, "fingerprint", {**core.fingerprint, "torch_version": "0.0"})
+    older = {**core.facts.fingerprint, "torch_version": "0.0"}
+    monkeypatch.setattr(core, "facts", dataclasses.replace(core.facts, fingerprint=older))
     _, seen = goes_on(engine, place, session)
     assert seen.restored_draft == draft_of(session).length
 

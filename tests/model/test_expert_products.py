@@ -12,9 +12,9 @@ from bits import assert_same_bits, assert_same_session
 from reference_models import COMMON, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, InvalidArgumentError, ModelChangedError, _core
-from kvpager.execution.recordings import WORTH
-from kvpager.hf.expert_products import takes_experts
-from kvpager.hf.linear import product, product_of_experts
+from kvpager._model.seam.expert_products import takes_experts
+from kvpager._model.seam.linear import product, product_of_experts
+from kvpager._runtime.execution.recordings import WORTH
 from kvpager.plan import shape_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -118,7 +118,7 @@ def test_mixtures_are_taken_however_transformers_runs_their_experts(kind, closin
     assert takes_experts(model)
     expected = decoded(closing, model)
     products = f"kvpager {_core.LINEAR_VERSION}, experts, functional"
-    assert expected.core.fingerprint["linear"] == products
+    assert expected.core.facts.fingerprint["linear"] == products
     for implementation in ("eager", "batched_mm"):
         model = mixture(kind)
         model.set_experts_implementation(implementation)

@@ -10,8 +10,8 @@ from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, InvalidArgumentError, TopK
-from kvpager.fingerprint import RULES, WAIVABLE, compare
-from kvpager.weights import weights_digest
+from kvpager._model.identity.fingerprint import RULES, WAIVABLE, compare
+from kvpager._model.weights.digests import weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ OTHERS = {
     "selection": lambda model: make_engine(
         model, salt="tenant", selection=TopK(chunks=2, recent=32)
     ),
-    "scorer": lambda model: make_engine(model, salt="tenant", scorer="mean"),
     "k_dtype": lambda model: make_engine(model, salt="tenant", kv_dtype="bfloat16"),
 }
 

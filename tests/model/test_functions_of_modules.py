@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from kvpager import _core
-from kvpager.hf.functions import _Functions, exchange_callers
-from kvpager.hf.linear import Callers, LinearLayers, computing, product
-from kvpager.hf.modes import active_modes
+from kvpager._model.seam.functions import _Functions, exchange_callers
+from kvpager._model.seam.linear import Callers, LinearLayers, computing, product
+from kvpager._model.watch.looks import active_modes
 
 
 def router(model):
@@ -27,7 +27,7 @@ def router(model):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lone_sessions_of_a_mixture_decode_with_one_row(kind, dtype, closing):
     engine = closing(make_engine(mixture(kind, dtype), linear="kvpager"))
-    assert engine.core.row_counts.smaller[0] == 1
+    assert engine.core.facts.row_counts.smaller[0] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,9 @@ import text_models
 import torch
 
 from kvpager import Engine, InvalidArgumentError
+from kvpager._runtime.logits.processors import Processors
+from kvpager.cli.needles import shipped_model_path
 from kvpager.grammar import Constraint, Grammar, compiler_of
-from kvpager.logits.processors import Processors
-from kvpager.needles import shipped_model_path
 from kvpager.sampling import Sampling, choose_after
 
 PERSON = {
@@ -231,7 +231,7 @@ def test_a_grammar_that_llguidance_cannot_follow_is_an_error_and_no_empty_answer
         def get_error(self):
             return "lexer error: too many expressions constructed"
 
-    constraint = Constraint(Failed, 0, has_end=False)
+    constraint = Constraint("grammar", Failed, 0, has_end=False)
     for ask in (
         lambda: constraint(np.zeros(0, np.int32), np.zeros(64)),
         lambda: constraint.ended([]),

@@ -14,8 +14,8 @@ from devices import require
 from reference_models import CHUNK, build, make_engine, prompt
 
 from kvpager import TopK
+from kvpager._runtime.execution.graphs import Graphs
 from kvpager.errors import InvalidArgumentError
-from kvpager.execution.graphs import Graphs
 
 TOPK = TopK(chunks=2, sinks=16, recent=32)
 NEW = 12
@@ -94,7 +94,7 @@ def test_replayed_forwards_have_the_bits_of_launched_ones(engine, options):
     said, again = texts(replaying)
     assert said == expected
     assert torch.equal(again, logits)
-    counts = replaying.core.row_counts.ladder
+    counts = replaying.core.facts.row_counts.ladder
     assert 1 <= graphs.captures <= len(counts)
     assert replaying.stats()["graph_replays"] == graphs.replays > NEW
 
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_captured_runs_operation_by_operation(engine, cap
         assert texts(other)[0] == expected
     assert graphs.replays == 0
     assert caplog.text.count("operation not permitted") == graphs.captures
-    assert graphs.captures <= len(other.core.row_counts.ladder)  # tried once each
+    assert graphs.captures <= len(other.core.facts.row_counts.ladder)  # tried once each
 
 
 def test_an_interrupt_while_capturing_leaves_the_pager_as_it_was(engine):

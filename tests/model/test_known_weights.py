@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import stat
 
+import numpy as np
 import pytest
 import torch
 from cached_models import Cache
 from reference_models import build, make_engine
 
-from kvpager import weights
-from kvpager.remembered import recall, remember
-from kvpager.weights import known_weights_digest, weights_digest
+from kvpager._model.watch.model_watch import ModelWatch
+from kvpager._model.weights import digests as weights
+from kvpager._model.weights.digests import known_weights_digest, weights_digest
+from kvpager._support.remembered import recall, remember
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,25 @@ def test_an_engine_and_a_cache_take_a_digest_that_is_known(hashed, closing):
     with Cache(build("llama"), pool_tokens=256) as cached:
         assert cached.fingerprint["weights"] == first.fingerprint["weights"]
     assert hashed == []
+
+
+def test_weights_that_are_watched_are_not_read_again(hashed, closing, monkeypatch):
+    first = closing(make_engine(build("llama")))
+    monkeypatch.setattr(weights, "_blocks", None)
+    second = closing(make_engine(build("llama")))
+    assert second.fingerprint == first.fingerprint
+
+
+def test_a_watch_has_the_checksums_of_what_it_read_alone(cache):
+    model = build("llama")
+    weight = model.lm_head.weight
+    watch = ModelWatch(model)
+    seed = weights.checksum_seed()
+    expected = weights._seeded(seed).of_block(weight.detach().numpy().reshape(-1).view(np.uint8))
+    assert watch.digests(weight, seed) == expected
+    assert watch.digests(weight, seed + 1) is None
+    assert watch.digests(weight[1:], seed) is None
+    assert watch.digests(weight.T, seed) is None
 
 
 @pytest.mark.parametrize(

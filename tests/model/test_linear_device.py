@@ -10,7 +10,7 @@ from devices import DEVICES, require, tensors_of
 from reference_models import build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, PagerConfig, _core
-from kvpager.hf.linear import LinearLayersOnDevice
+from kvpager._model.seam.linear import LinearLayersOnDevice
 from kvpager.pager.device import resolve
 from kvpager.verify import RELATIONS, Subject, verify
 
@@ -97,14 +97,16 @@ def test_lone_sessions_decode_with_one_row_and_the_proof_leaves_these_layers_out
 ):
     model = build("llama", dtype).to(tensors_of(device))
     engine = closing(make_engine(model, device=device, **OPTIONS))
-    assert isinstance(engine.core.linear, LinearLayersOnDevice)
+    assert isinstance(engine.core.facts.linear, LinearLayersOnDevice)
     assert engine.row_counts.ladder[0] == 1
 
 
 def test_layers_of_an_adapter_are_computed_on_the_device_too(device, closing):
     model = with_adapters("a").to(tensors_of(device))
     engine = closing(make_engine(model, device=device, **OPTIONS))
-    names = [n for n, module in model.named_modules() if id(module) in engine.core.linear.known]
+    names = [
+        n for n, module in model.named_modules() if id(module) in engine.core.facts.linear.known
+    ]
     assert any("lora_A" in name for name in names)
 
 
@@ -114,7 +116,7 @@ def test_relations_hold_on_tensor_cores_and_in_lanes(dtype, device):
     config = PagerConfig(device=device, pool_tokens=192, chunk_tokens=16, rows=32, **OPTIONS)
     relations = [one for one in RELATIONS if not one.processes and one.at_start]
     with Subject(model, config, effort="start") as subject:
-        assert isinstance(subject.engine().core.linear, LinearLayersOnDevice)
+        assert isinstance(subject.engine().core.facts.linear, LinearLayersOnDevice)
         report = verify(subject, relations)
     assert report.kept, report.verdict()
     assert any(outcome.comparison.bits > 0 for outcome in report.outcomes)

@@ -15,7 +15,7 @@ from bits import assert_same_bits
 from transformers import AutoModelForCausalLM
 
 from kvpager import Engine, Layout, Pager, PagerConfig, TopK, open_snapshot
-from kvpager.needles import NeedleTask, shipped_model_path
+from kvpager.cli.needles import NeedleTask, shipped_model_path
 from kvpager.pager import ROW_COMMIT, ROW_PADDING
 
 CHUNKS, SINKS, RECENT = 4, 64, 256

@@ -22,9 +22,11 @@ from interrupts import Interrupter, count_instants
 
 import kvpager
 from kvpager import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import attach, observe, only_looks
-from kvpager.hf import attention as seam
-from kvpager.hf.cache_argument import cache_argument
+from kvpager._model.seam import attention as seam
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.causal_lm import cache_argument
+from kvpager._model.seam.observe import observe
+from kvpager._model.watch.looks import only_looks
 
 WAYS = [
     ("llama", "sdpa"),

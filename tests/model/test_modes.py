@@ -13,7 +13,7 @@ from bits import assert_same_bits, assert_same_session
 from reference_models import CHUNK, ROWS, build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError
-from kvpager.hf import only_looks
+from kvpager._model.watch.looks import only_looks
 
 LENGTH = 37
 NEW = 60
@@ -52,7 +52,7 @@ def assert_sealed_as_cold(session, cold, what):
     assert [info.provenance for info in session.ledger()[: sealed // CHUNK]] == (
         ["exact"] * (sealed // CHUNK)
     )
-    for layer in range(session.core.layout.layers):
+    for layer in range(session.core.facts.layout.layers):
         ours = session.sequence.read_kv(layer, 0, sealed)
         theirs = expected.sequence.read_kv(layer, 0, sealed)
         for name, a, b in zip(("keys", "values"), ours, theirs):

@@ -47,7 +47,7 @@ class BadHead:
     """The head of an engine, but for one logit of the rows after a position."""
 
     def __init__(self, engine: Engine, position: int, value: float, token: int = 7) -> None:
-        self._engine, self._inner = engine, engine.core.runner._head
+        self._engine, self._inner = engine, engine.core.runner.head
         self.position, self.value, self.token = position, value, token
         run = engine.core.runner.run
 
@@ -55,7 +55,7 @@ class BadHead:
             self._batch = batch
             return run(batch)
 
-        engine.core.runner._head, engine.core.runner.run = self, noting
+        engine.core.runner.head, engine.core.runner.run = self, noting
 
     def __call__(self, hidden, wanted):
         logits = self._inner(hidden, wanted).clone()

@@ -12,11 +12,11 @@ from interruptions import interrupted, returns_of
 from reference_models import COMMON, build, make_engine, prompt
 
 from kvpager import UnsupportedModelError
-from kvpager.hf.cancelling import cancelling_product
-from kvpager.hf.operation_trial import OperationTrial, Pair
-from kvpager.hf.operations import MOVE, UNKNOWN, kind_of, recorded
-from kvpager.hf.rowwise import RowwiseProbe, Sample
-from kvpager.hf.telling import telling_numbers
+from kvpager._model.proof.cancelling import cancelling_product
+from kvpager._model.proof.operation_trial import OperationTrial, Pair
+from kvpager._model.proof.operations import MOVE, UNKNOWN, kind_of, recorded
+from kvpager._model.proof.rowwise import RowwiseProbe, Sample
+from kvpager._model.proof.telling import telling_numbers
 
 CPU = torch.device("cpu")
 

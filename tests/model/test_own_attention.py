@@ -9,9 +9,10 @@ from reference_models import COMMON, build, make_engine, prompt, stock_logits
 from transformers import masking_utils
 
 from kvpager import UnsupportedModelError
-from kvpager.hf import own_attention, start
-from kvpager.hf.mask_windows import mask_windows
-from kvpager.hf.masks import NotCausalWindowError, window_of
+from kvpager._model.proof import own_attention
+from kvpager._model.proof import prove as start
+from kvpager._model.proof.masks import NotCausalWindowError, window_of
+from kvpager._model.seam.attention import mask_windows
 
 WINDOW = 24
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
@@ -58,14 +59,14 @@ def test_a_window_that_only_the_mask_has_is_attended_to(kind, windows, closing):
     cold = engine.session()
     cold.prefill(ids)
     torch.testing.assert_close(cold.logits, expected[-1], atol=2e-4, rtol=1e-4)
-    found = mask_windows(model)
+    found = [*mask_windows(model).values()]
     assert found == windows if windows else {None, WINDOW} == set(found)
 
 
 def test_a_window_that_only_the_mask_has_is_attended_to_in_sixteen_bits(closing):
     model = phimoe(torch.bfloat16)
     closing(make_engine(model))
-    assert mask_windows(model) == [WINDOW] * 3
+    assert [*mask_windows(model).values()] == [WINDOW] * 3
 
 
 def test_a_window_that_only_the_mask_has_is_known_where_row_counts_were_proven_before(
@@ -76,7 +77,7 @@ def test_a_window_that_only_the_mask_has_is_known_where_row_counts_were_proven_b
     model = phimoe()
     monkeypatch.setattr(start, "prove", None)  # is not called
     session = closing(make_engine(model)).session()
-    assert mask_windows(model) == [WINDOW] * 3
+    assert [*mask_windows(model).values()] == [WINDOW] * 3
     ids = prompt(90)
     session.prefill(ids)
     expected = stock_logits(model, ids)[-1]
@@ -93,7 +94,7 @@ def test_a_long_window_is_found_without_a_long_forward(closing, monkeypatch):
         lambda model, inputs: (rows.append(inputs["input_ids"].shape[1]), original(model, inputs)),
     )
     closing(make_engine(model))
-    assert mask_windows(model) == [5000] * 3
+    assert [*mask_windows(model).values()] == [5000] * 3
     assert max(rows) < 100
 
 
@@ -105,7 +106,7 @@ def test_an_engine_after_a_changed_configuration_attends_to_what_it_says_now(clo
     session = closing(make_engine(model)).session()
     session.prefill(ids)
     torch.testing.assert_close(session.logits, stock_logits(model, ids)[-1], atol=2e-4, rtol=1e-4)
-    assert mask_windows(model) == [None] * 3
+    assert [*mask_windows(model).values()] == [None] * 3
 
 
 # What is no window is refused, whatever is promised.

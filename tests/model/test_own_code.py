@@ -17,11 +17,10 @@ from reference_models import build, make_engine, prompt
 from transformers.models.llama import modeling_llama
 
 from kvpager import FingerprintMismatchError
-from kvpager.hf import only_looks
-from kvpager.hf.additions import additions_digest
-from kvpager.hf.description import state_digest
-from kvpager.hf.reach import Reach
-from kvpager.hf.watch import ModelWatch
+from kvpager._model.identity.description import additions_of, state_digest
+from kvpager._model.watch.looks import only_looks
+from kvpager._model.watch.model_watch import ModelWatch
+from kvpager._model.watch.reach import Reach
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def no_module_of_a_user():
 
 def identity(model):
     """What of a fingerprint no forward is needed for."""
-    return additions_digest(model), state_digest(model, Reach(model))
+    return additions_of(model).digest, state_digest(model, Reach(model))
 
 
 def hooked(make):
@@ -136,6 +135,7 @@ MODELS = {
     "tensor of a module": held(held=table),
     "array of a module": held(held=lambda number: table(number).numpy()),
     "tensor in a list of a module": held(held=lambda number: [table(number)]),
+    "sparse tensor of a module": held(held=lambda number: table(number).to_sparse()),
     "closure of a class": patched_class,
     "global of a module": global_of_a_module,
     "environment": environment,

@@ -12,11 +12,11 @@ from bits import assert_same_bits
 from torch.nn.utils.parametrize import register_parametrization
 
 from kvpager import InvalidArgumentError, PagerConfig, _core
-from kvpager.execution import operations, programs
-from kvpager.execution.operations import Alike, Memory, Op, lower
-from kvpager.execution.recordings import recorded
-from kvpager.hf.linear import LinearLayers, computing
-from kvpager.hf.observe import Recorder
+from kvpager._model.seam.linear import LinearLayers, computing
+from kvpager._model.seam.observe import Recorder
+from kvpager._runtime.execution import operations, programs
+from kvpager._runtime.execution.operations import Alike, Memory, Op, lower
+from kvpager._runtime.execution.recordings import recorded
 from kvpager.pager import Layout, Pager
 
 TOKENS, PLACES = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 2])

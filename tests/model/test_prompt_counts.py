@@ -97,10 +97,9 @@ def test_a_request_that_starts_again_counts_no_token_twice(model, closing):
         requests = [scheduler.submit(prompt(40, i), 20, eos=None) for i in range(2)]
         while requests[1].state != "decoding":
             scheduler.step()
-        job = requests[1]._job
-        assert job.suspend()
-        scheduler._remove(job)
-        scheduler._waiting.add(job)
+        assert requests[1].suspend()
+        scheduler._remove(requests[1])
+        scheduler._waiting.add(requests[1])
         while not scheduler.idle:
             scheduler.step()
     for request in requests:

@@ -16,34 +16,13 @@ from bits import assert_same_session
 from reference_models import build, make_engine, prompt
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvpager.hf import behaviour
-from kvpager.hf import start as starting
-from kvpager.hf.observe import observe
-from kvpager.remembered import remember
+from kvpager._model.identity import behaviour
+from kvpager._model.seam.observe import observe
+from kvpager._support.remembered import remember
 
 LINEAR = torch.nn.functional.linear
 SETTINGS = {"linear": "torch"}  # whose products differ in some counts
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("KVPAGER_CACHE", str(folder))
-    return folder / "row_counts"
-
-
-@pytest.fixture
-def proofs(monkeypatch):
-    """What was proven."""
-    made = []
-    own = starting.prove
-
-    def noting(model, seen, small_rows):
-        made.append(own(model, seen, small_rows))
-        return made[-1]
-
-    monkeypatch.setattr(starting, "prove", noting)
-    return made
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -74,7 +53,7 @@ def test_an_engine_of_the_same_model_takes_what_was_proven(proofs, closing, mode
     [
         ({}, 1),
         ({"linear": "kvpager"}, 1),
-        ({"small_rows": (4,)}, 1),
+        ({"linear": "kvpager", "small_rows": (4,)}, 1),
         ({"rows": 8}, 2),  # the fingerprint's 16 tokens are more
     ],
     ids=str,
@@ -108,7 +87,7 @@ def test_another_process_takes_it_too(cache):
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import torch; torch.set_num_threads(1)\n"
         "from reference_models import build, make_engine\n"
-        "from kvpager.hf import start\n"
+        "from kvpager._model.proof import prove as start\n"
         "made, own = [], start.prove\n"
         "start.prove = lambda *a: (made.append(1), own(*a))[1]\n"
         "engine = make_engine(build('llama'), linear='torch')\n"
@@ -183,20 +162,25 @@ def test_a_model_that_was_changed_is_proven_again(proofs, closing, model, change
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"rows": 16}, {"small_rows": (4,)}, {"chunk_tokens": 32}, {"linear": "kvpager"}],
+    ("options", "others"),
+    [
+        ({}, {"rows": 16}),
+        ({"linear": "kvpager"}, {"linear": "kvpager", "small_rows": (4,)}),
+        ({}, {"chunk_tokens": 32}),
+        ({}, {"linear": "kvpager"}),
+    ],
     ids=str,
 )
-def test_other_options_are_proven_apart(proofs, closing, model, options):
-    open_engine(closing, model)
+def test_other_options_are_proven_apart(proofs, closing, model, options, others):
     open_engine(closing, model, **options)
+    open_engine(closing, model, **others)
     assert len(proofs) == 2
 
 
 def test_modules_that_hold_what_nothing_is_known_of_are_proven_each_time(proofs, closing, caplog):
     caplog.set_level("INFO", logger="kvpager")
     other = object()
-    held = [other, lambda x: x, torch.zeros(1 << 17), print.__call__]
+    held = [other, lambda x: x, print.__call__, iter([1])]
     for value in held:
         for _ in range(2):
             model = build("llama")
@@ -213,6 +197,7 @@ def test_functions_and_tensors_that_modules_hold_are_told_apart(closing, proofs)
         functools.partial(torch.clamp, max=2.0),
         torch.tensor([1.0]),
         torch.tensor([2.0]),
+        torch.zeros(1 << 17),
         torch.nn.functional.silu,
         torch.relu,
         torch.nn.functional.gelu,

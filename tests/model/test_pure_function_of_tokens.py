@@ -11,6 +11,7 @@ from kvpager import TopK
 
 TOPK = TopK(chunks=3, sinks=16, recent=48)
 CASES = [(architecture, dtype) for architecture in PROMISED for dtype in ("float32", "bfloat16")]
+pytestmark = pytest.mark.usefixtures("kv_dtype")
 
 
 def fresh_session(engine):
@@ -152,7 +153,7 @@ def test_a_salt_shares_nothing(closing):
     ids = prompt(64)
     engine = closing(make_engine(model, salt="tenant a"))
     engine.session().prefill(ids)
-    own = engine.core.namespace
+    own = engine.core.tenant.namespace
     as_long = own[:-1] + ("x" if own[-1] != "x" else "y")
     for salt in (as_long, "tenant b", "tenant", ""):
         engine.adopt(engine.pager.sequence(salt=salt)).prefill(ids)

@@ -25,9 +25,9 @@ from quantised_models import (
 from reference_models import COMMON, build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, ModelChangedError
+from kvpager._model.weights.digests import weights_digest
+from kvpager._model.weights.held import held_by, is_quantised
 from kvpager.errors import UnsupportedModelError
-from kvpager.held import held_by, is_quantised
-from kvpager.weights import weights_digest
 
 PARTS = {
     "object": ["weight", "weight.state.scales", "weight.state.more.table[0]"],

@@ -11,9 +11,9 @@ from quantised_models import SMALL
 from reference_models import COMMON, build, make_engine, prompt
 
 from kvpager import FingerprintMismatchError, ModelChangedError
+from kvpager._model.weights.digests import weights_digest
+from kvpager._model.weights.held import held_by
 from kvpager.errors import UnsupportedModelError
-from kvpager.held import held_by
-from kvpager.weights import weights_digest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of extensions for GPUs

@@ -6,6 +6,7 @@ import array
 import collections
 import contextvars
 import functools
+import itertools
 import os
 import random
 import sys
@@ -23,8 +24,8 @@ from transformers.models.llama import modeling_llama
 
 import kvpager
 from kvpager import ModelChangedError, UnsupportedModelError
-from kvpager.execution import recordings
-from kvpager.hf.attention import NAME
+from kvpager._model.seam.attention import NAME
+from kvpager._runtime.execution import recordings
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,29 @@ def vector():
 def vector_through_data():
     model, own = block(lambda self, x: x + self.vector, vector=steering())
     return model, lambda: own.vector.data.mul_(2)
+
+
+def _sparse(layout):
+    return steering().reshape(8, -1).to_sparse(layout=layout)
+
+
+def _plus_sparse(self, x):
+    return x + self.sparse.to_dense().reshape(-1)
+
+
+def values_of_a_sparse_tensor():
+    model, own = block(_plus_sparse, sparse=_sparse(torch.sparse_coo))
+    return model, lambda: own.sparse._values().data.mul_(2)
+
+
+def values_of_a_tensor_in_compressed_rows():
+    model, own = block(_plus_sparse, sparse=_sparse(torch.sparse_csr))
+    return model, lambda: own.sparse.values().data.mul_(2)
+
+
+def sparse_tensor_in_place():
+    model, own = block(_plus_sparse, sparse=_sparse(torch.sparse_coo))
+    return model, lambda: own.sparse.zero_()
 
 
 def vector_in_a_list():
@@ -473,6 +497,40 @@ def test_a_model_that_changes_itself_in_every_forward_is_refused(make, options, 
         closing(make_engine(make(), **options))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize(
+    "kind",
+    [values_of_a_sparse_tensor, values_of_a_tensor_in_compressed_rows, sparse_tensor_in_place],
+)
+def test_sparse_tensors_that_code_reads_may_not_change_either(kind, closing):
+    model, change = kind()
+    session = closing(closing(make_engine(model, exact=False)).session())
+    session.prefill(prompt(20))
+    change()
+    with pytest.raises(ModelChangedError, match="sparse"):
+        session.append([5])
+
+
+def test_a_sparse_tensor_is_refused_by_name_where_rows_are_proven(closing):
+    with pytest.raises(UnsupportedModelError, match="takes a sparse_coo tensor"):
+        closing(make_engine(values_of_a_sparse_tensor()[0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: iter([1.0] * 99), "list_iterator"),
+        (lambda: itertools.repeat(1.0), "repeat"),
+        (lambda: (1.0 for _ in range(99)), "generator"),
+    ],
+    ids=["iterator", "itertools", "generator"],
+)
+def test_a_model_that_holds_an_iterator_is_refused_by_its_name(make, kind, closing):
+    model = block(lambda self, x: x * next(self.factors), factors=make())[0]
+    with pytest.raises(UnsupportedModelError, match=rf"factors is an iterator \({kind}\)"):
+        closing(make_engine(model))
+
+
 def test_a_model_may_set_itself_up_in_its_first_forward(closing):
     def read(self, x):
         if getattr(self, "table", None) is None:
@@ -495,7 +553,7 @@ def test_a_model_may_set_itself_up_in_its_first_forward(closing):
 def test_notes_that_are_marked_are_let_pass(closing):
     calls = []
 
-    @kvpager.hf.only_looks
+    @kvpager.only_looks
     def noted(x):
         calls.append(1)
         return x

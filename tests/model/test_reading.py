@@ -16,7 +16,7 @@ from own_code import with_block
 from reference_models import build, make_engine, prompt
 
 from kvpager import UnsupportedModelError
-from kvpager.hf import only_looks
+from kvpager._model.watch.looks import only_looks
 
 
 @pytest.fixture(autouse=True)

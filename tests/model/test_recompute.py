@@ -15,7 +15,7 @@ from reference_models import CHUNK, build, make_engine, prompt
 
 import kvpager
 from kvpager import CorruptSnapshotError, InvalidArgumentError, TopK
-from kvpager.scheduling.recompute import recomputing_damage
+from kvpager._runtime.scheduling.recompute import recomputing_damage
 from kvpager.stores import DirectoryStore, SaveReport
 
 LENGTH = 100  # six sealed chunks, and a tail of four tokens

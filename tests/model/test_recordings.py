@@ -15,16 +15,16 @@ from damage import damage_chunk
 from reference_models import ARCHITECTURES, CHUNK, build, make_engine, prompt
 
 from kvpager import Cache, CorruptSnapshotError, ModelChangedError, TopK
-from kvpager.execution import recordings
-from kvpager.execution.recordings import (
+from kvpager._model.seam.observe import Recorder
+from kvpager._model.watch.looks import only_looks
+from kvpager._runtime.execution import recordings
+from kvpager._runtime.execution.recordings import (
     MOST_ROWS,
     NotRecordableError,
     Recording,
     Recordings,
     recorded,
 )
-from kvpager.hf import only_looks
-from kvpager.hf.observe import Recorder
 
 WORTH = 6  # in these tests
 NEW = WORTH + 12
@@ -100,7 +100,7 @@ def test_all_layers_of_a_decoder_are_one_call_of_the_core(closing, architecture)
     calls = []
     for layers in (2, 3):
         model = build(architecture, "bfloat16", num_hidden_layers=layers)
-        runner = open_engine(closing, model).core.runner
+        runner = open_engine(closing, model, linear="kvpager").core.runner
         tokens = torch.tensor([3, 4])
         with torch.inference_mode():
             replay = recorded(runner._decoded, runner._linear, tokens, torch.arange(2))

@@ -15,9 +15,9 @@ from bits import assert_same_bits
 from recurrent_models import CHUNK, build_recurrent, make_recurrent_engine
 from reference_models import prompt
 
+from kvpager._model.watch.looks import only_looks
 from kvpager.companions import NeedsCheckpoint, Ok
 from kvpager.errors import CapacityError, InvalidArgumentError, NonFiniteError
-from kvpager.hf import only_looks
 from kvpager.stores import DirectoryStore
 
 # A hybrid, one without attention, and one of single-row forwards.
@@ -316,7 +316,7 @@ def test_an_interrupt_after_a_commit_costs_a_state_and_no_bit(engine, cold_run, 
     session = engine.session()
     session.prefill(prompt(2 * CHUNK + 3))
     with monkeypatch.context() as patch:
-        patch.setattr("kvpager.recurrent.cursor.StateCursor.advance", _fail)
+        patch.setattr("kvpager._runtime.recurrent.cursor.StateCursor.advance", _fail)
         with pytest.raises(RuntimeError, match="as planned"):
             session.append(prompt(3 * CHUNK, seed=1))
     session.prefill(np.concatenate([session.tokens, prompt(7, seed=2)]))
@@ -331,7 +331,7 @@ def test_a_state_that_is_not_finite_is_refused_and_not_kept(hybrid, closing, hyb
     engine = closing(make_recurrent_engine(hybrid, pool_tokens=512))
     session = engine.session()
     session.prefill(prompt(CHUNK))
-    taken = engine.core.recurrence.taken
+    taken = engine.core.facts.recurrence.taken
     poisoned = []
 
     def taken_after_poison(cache, position, hidden):
@@ -341,7 +341,7 @@ def test_a_state_that_is_not_finite_is_refused_and_not_kept(hybrid, closing, hyb
             poisoned.append(position)
         return taken(cache, position, hidden)
 
-    engine.core.recurrence.taken = taken_after_poison
+    engine.core.facts.recurrence.taken = taken_after_poison
     with pytest.raises(NonFiniteError, match=r"state of layer 0 \(recurrent_states.0\)"):
         session.append(prompt(CHUNK, seed=1))
     assert session.committed == CHUNK

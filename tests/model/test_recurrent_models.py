@@ -17,11 +17,14 @@ from recurrent_models import (
 from reference_models import build, make_engine, prompt
 
 from kvpager import Engine, InvalidArgumentError, UnsupportedModelError
+from kvpager._model.proof.aligned import settle_states
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.observe import observe
+from kvpager._model.seam.recurrent import is_recurrent
+from kvpager._model.seam.state import EMPTY
+from kvpager._model.watch.looks import only_looks
 from kvpager.errors import VerificationError
-from kvpager.hf import attach, observe, only_looks
-from kvpager.hf.aligned import settle_states
-from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.state import EMPTY
+from kvpager.verify import verify_engine
 
 NEW = 2 * CHUNK + 3
 # Those that differ most; the others take minutes.
@@ -101,7 +104,7 @@ def test_layers_that_go_on_by_single_tokens_have_forwards_of_one_row(name):
 def test_states_are_what_a_forward_leaves(closing):
     model = build_recurrent("qwen3_next")
     engine = closing(make_recurrent_engine(model))
-    shape = engine.core.recurrence.shape
+    shape = engine.core.facts.recurrence.shape
     assert [(slot.layer, slot.name) for slot in shape.slots] == [
         (0, "conv_states.0"),
         (0, "recurrent_states.0"),
@@ -117,8 +120,8 @@ def test_keys_and_values_are_kept_by_the_pager_alone(closing):
     model = build_recurrent("qwen3_next")
     engine = closing(make_recurrent_engine(model))
     assert engine.layout.layers == 2
-    assert engine.core.recurrence.layers == {1: 0, 3: 1}
-    for layer in engine.core.recurrence.cache(EMPTY).layers:
+    assert engine.core.facts.recurrence.layers == {1: 0, 3: 1}
+    for layer in engine.core.facts.recurrence.cache(EMPTY).layers:
         assert getattr(layer, "keys", None) is None
 
 
@@ -280,21 +283,23 @@ def test_windows_of_attention_are_noted():
     attach(model)
     assert observe(model, 16).windows == {0: 40, 1: 40, 2: 40}
     with make_engine(build("llama")) as engine:
-        assert engine.core.recurrence is None
+        assert engine.core.facts.recurrence is None
         assert "checkpoint_states" not in engine.stats()
 
 
 @pytest.mark.parametrize("name", _architectures(["qwen3_next", "mamba2", "jamba"]))
 def test_the_promise_is_verified_at_the_start(name):
-    with make_recurrent_engine(build_recurrent(name), verify=True) as engine:
+    with make_recurrent_engine(build_recurrent(name), verify=verify_engine) as engine:
         assert engine.core.runner.forwards == 0
         assert engine.stats()["checkpoint_states"] == 0
 
 
 def test_verification_finds_a_tail_that_was_extended(monkeypatch):
-    monkeypatch.setattr("kvpager.scheduling.aligned._drop_tail", lambda engine, session: None)
+    monkeypatch.setattr(
+        "kvpager._runtime.scheduling.aligned._drop_tail", lambda engine, session: None
+    )
     with pytest.raises(VerificationError) as error:
-        make_recurrent_engine(build_recurrent("qwen3_next"), verify=True)
+        make_recurrent_engine(build_recurrent("qwen3_next"), verify=verify_engine)
     broken = {outcome.relation for outcome in error.value.report.outcomes if not outcome.kept}
     assert "warm" in broken
 

@@ -12,10 +12,14 @@ from recurrent_models import CHUNK, build_recurrent, make_recurrent_engine
 from reference_models import prompt
 
 from kvpager import _core
-from kvpager.errors import CorruptSnapshotError, FingerprintMismatchError
-from kvpager.hf.state import RecurrentState, Slot, StateShape
+from kvpager._model.seam.state import RecurrentState, Slot, StateShape
+from kvpager._runtime.recurrent.saved_states import SavedStates, StateFormat, freeze_states
+from kvpager.errors import (
+    CorruptSnapshotError,
+    FingerprintMismatchError,
+    UnsupportedVersionError,
+)
 from kvpager.pager import SnapshotInfo
-from kvpager.recurrent.saved_states import SavedStates, StateFormat, freeze_states
 from kvpager.stores import DirectoryStore
 
 LENGTH = 9 * CHUNK + 5
@@ -279,11 +283,10 @@ def a_state(position, seed=0):
 
 
 def saved(tmp_path, states, **changes):
-    version = changes.get("version", 2)
-    frozen = freeze_states(StateFormat(SHAPE, version), states, exact=True, fingerprint="{}")
+    frozen = freeze_states(StateFormat(SHAPE), states, exact=True, fingerprint="{}")
     path = str(tmp_path / "x.kvsnap")
     writer = _core.SnapshotWriter(path, frozen.content.layout)
-    session = changes.get("session", frozen.session.replace('"version":2', f'"version":{version}'))
+    session = changes.get("session", frozen.session)
     which = list(range(frozen.content.chunks))
     writer.write_content(frozen.content, which, frozen.fingerprint, session)
     writer.publish()
@@ -305,11 +308,10 @@ def test_large_states_have_a_layout_too():
     assert layout.chunk_bytes == 2 * slot.nbytes
 
 
-@pytest.mark.parametrize(("version", "size"), [(1, 16), (2, 32)])
-def test_saved_states_are_found_by_name_in_every_version(tmp_path, version, size):
-    keys = [bytes([i]) * size for i in range(3)]
+def test_saved_states_are_found_by_name(tmp_path):
+    keys = [bytes([100 + i]) * 32 for i in range(3)]
     states = [(key, a_state(16 * (i + 1), i)) for i, key in enumerate(keys)]
-    info = saved(tmp_path, states, version=version)
+    info = saved(tmp_path, states)
     here = [bytes([i]) * 32 for i in range(3)]  # what the text is called where they are read
     states = SavedStates(StateFormat(SHAPE), info, dict(zip(keys, here)))
     assert states.held([here[0], b"?" * 32, here[2]]) == [16, 48]
@@ -340,9 +342,9 @@ def test_a_format_of_the_future_is_refused(tmp_path):
     frozen = freeze_states(
         StateFormat(SHAPE), [(b"a" * 32, a_state(16))], exact=True, fingerprint="{}"
     )
-    session = frozen.session.replace('"version":2', '"version":3')
+    session = frozen.session.replace('"version":1', '"version":2')
     info = saved(tmp_path, [(b"a" * 32, a_state(16))], session=session)
-    with pytest.raises(CorruptSnapshotError, match=r"session\.version is 3"):
+    with pytest.raises(UnsupportedVersionError, match=r"session\.version is 2"):
         SavedStates(StateFormat(SHAPE), info, {})
 
 

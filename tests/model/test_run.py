@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from apart import Oracle, alone, apart, ids_of, logprob_bits
 from bits import assert_same_session
-from reference_models import CHUNK, VOCAB, build, make_engine, prompt
+from reference_models import VOCAB, build, make_engine, prompt
 
-from kvpager import CapacityError, InvalidArgumentError, NonFiniteError
-from kvpager.hf import only_looks
+from kvpager import InvalidArgumentError, NonFiniteError
+from kvpager._model.watch.looks import only_looks
 from kvpager.sampling import seed_after
 
 LENGTHS = (5, 70, 1, 121, 33, 16, 48, 90)
@@ -79,39 +77,6 @@ def test_a_pool_or_budget_for_one_at_a_time_gives_the_same_tokens(
     assert stats["sequences"] == stats["open_blocks"] == stats["reserved_chunks"] == 0
 
 
-def test_without_a_lower_tier_prompts_wait_for_one_anothers_blocks(model, closing):
-    """Without a lower tier nothing leaves the pool, so that two long prompts cannot share it."""
-    engine = closing(make_engine(model, pool_tokens=128, host_bytes=0))
-    prompts = [prompt(40, seed) for seed in range(4)]
-    completions = engine.run(prompts, 24, eos=None, logprobs=True)
-    apart_engine = closing(make_engine(model))
-    assert_as_alone(completions, [alone(apart_engine, ids, 24) for ids in prompts])
-    assert engine.stats()["open_blocks"] == 0
-
-
-def test_a_prompt_that_can_never_fit_fails_alone(model, prompts, references, closing):
-    engine = closing(make_engine(model, host_bytes="480KiB"))
-    completions = run(engine, [*prompts, prompt(2000)], seed=[*range(len(prompts)), 0])
-    assert_as_alone(completions[:-1], references)
-    assert completions[-1].finish_reason == "error"
-    assert isinstance(completions[-1].error, CapacityError)
-    assert "bytes" in str(completions[-1].error)
-    assert completions[-1].tokens.size == 0
-    assert completions[-1].session is None
-    assert engine.stats()["sequences"] == 0
-
-
-def test_prompts_with_a_common_beginning_compute_it_once(engine):
-    beginning = prompt(10 * CHUNK, seed=77)
-    prompts = [np.append(beginning, prompt(5, seed)) for seed in range(6)]
-    before = engine.stats()
-    completions = engine.run(prompts, 4, eos=None, logprobs=True)
-    after = engine.stats()
-    assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 5 * 10 * CHUNK
-    assert after["rows_committed"] - before["rows_committed"] == 10 * CHUNK + 6 * (5 + 3)
-    assert_as_alone(completions, [alone(engine, ids, 4) for ids in prompts])
-
-
 def test_sessions_go_on_beside_prompts(engine, prompts):
     expected, tokens = alone(engine, prompts[1], NEW, temperature=1.0, seed=5)
     reserved = engine.stats()["reserved_chunks"]
@@ -157,13 +122,6 @@ def test_progress_counts_prompts_and_what_they_produce(engine, prompts):
     assert calls[-1] == (LENGTHS[1] + 1, LENGTHS[1] + 1)  # what was not needed is not to come
 
 
-def test_progress_true_draws_a_bar_on_stderr(engine, prompts, capsys):
-    run(engine, prompts[:2], progress=True)
-    captured = capsys.readouterr()
-    assert "run" in captured.err
-    assert captured.out == ""
-
-
 def test_tokens_are_told_as_they_are_produced(engine, prompts, references):
     told = {index: [] for index in range(3)}
     run(engine, prompts[:3], on_token=lambda request, token: told[request.index].append(token))
@@ -184,7 +142,7 @@ def test_a_request_cancelled_from_on_token_ends_with_that_token(engine, prompts,
     assert engine.stats()["reserved_chunks"] == reserved
 
 
-@pytest.mark.parametrize("count", range(2, 8))
+@pytest.mark.parametrize("count", [2, 5])  # within a burst
 def test_a_request_cancelled_in_the_middle_of_a_burst_ends_with_that_token(
     engine, prompts, references, count
 ):
@@ -201,8 +159,9 @@ def test_a_request_cancelled_in_the_middle_of_a_burst_ends_with_that_token(
     assert completion.speculation.accepted
 
 
-@pytest.mark.parametrize("keep_sessions", [False, True])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    ("interruption", "keep_sessions"), [(KeyboardInterrupt, False), (SystemExit, True)]
+)
 def test_an_interruption_leaves_nothing_behind(engine, prompts, interruption, keep_sessions):
     before = engine.stats()
     session = apart(engine)
@@ -240,26 +199,6 @@ def test_an_interruption_leaves_nothing_behind(engine, prompts, interruption, ke
     engine.pager.check_invariants()
 
 
-def test_an_interruption_in_the_middle_of_a_forward_leaves_nothing_behind(model, engine, prompts):
-    before = engine.stats()
-    calls = []
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    handle = model.model.layers[1].mlp.register_forward_hook(only_looks(interrupt))
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(engine, prompts)
-    finally:
-        handle.remove()
-    after = engine.stats()
-    for name in ("sequences", "open_blocks", "reserved_chunks"):
-        assert after[name] == before[name], name
-
-
 def test_keys_that_are_not_finite_end_the_request_they_belong_to(
     model, engine, prompts, references
 ):
@@ -286,21 +225,6 @@ def test_keys_that_are_not_finite_end_the_request_they_belong_to(
         if i != 3:
             assert completion.tokens.tolist() == ids_of(references[i][1])
     engine.pager.check_invariants()
-
-
-def test_a_session_that_somebody_closes_ends_its_own_request(engine, prompts, references):
-    session = apart(engine)
-    session.prefill(prompts[1])
-
-    def close(request, token):
-        if request.index == 1 and len(request.tokens) == 2:
-            session.close()
-
-    completions = run(engine, [prompts[0], session, prompts[2]], on_token=close)
-    assert completions[1].finish_reason == "error"
-    assert "closed" in str(completions[1].error)
-    assert completions[0].tokens.tolist() == ids_of(references[0][1])
-    assert completions[2].tokens.tolist() == ids_of(references[2][1])
 
 
 class Faulty:
@@ -357,26 +281,6 @@ def test_a_session_twice_or_empty_or_closed_is_refused(engine):
 
 def test_no_prompts_are_no_work(engine):
     assert engine.run([], 5) == []
-
-
-def test_a_request_cancelled_from_another_thread_ends(engine, prompts):
-    started = threading.Event()
-    requests = []
-
-    def note(request, token):
-        requests.append(request)
-        started.set()
-
-    def cancel():
-        started.wait(60)
-        requests[0].cancel()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    completion = engine.run(prompts[:1], 4000, eos=None, on_token=note)[0]
-    thread.join()
-    assert completion.finish_reason == "cancelled"
-    assert 1 <= len(completion.tokens) < 4000
 
 
 def test_the_seeds_of_several_completions_follow_from_the_first_also_of_a_fresh_one(closing):

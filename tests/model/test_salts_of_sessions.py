@@ -119,7 +119,7 @@ def test_requests_of_a_salt_share_with_sessions_of_it(engine):
                 scheduler.step()
             found.append(request.completion.cached_tokens)
         session = engine.session()
-        with pytest.raises(InvalidArgumentError, match="salt is given beside a session"):
+        with pytest.raises(InvalidArgumentError, match="salt is given with a session"):
             scheduler.submit(TEXT, 2, session=session, salt="a")
     assert found == [5 * CHUNK, 0, 0]
 

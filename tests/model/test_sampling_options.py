@@ -297,7 +297,7 @@ def test_processors_of_transformers_work_as_they_are(engine):
         ({"logits_processor": 3}, "logits_processor is 3; expected a list"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
         ({"top_logprobs": True, "logprobs": True}, "top_logprobs is True"),
-        ({"top_logprobs": 2}, "logprobs=True beside it"),
+        ({"top_logprobs": 2}, "logprobs=True with it"),
         ({"min_p": 2}, "min_p is 2"),
         ({"generation_config": "mine"}, "generation_config is 'mine'"),
         ({"generation_config": GenerationConfig(num_beams=2)}, "num_beams=2"),
@@ -373,12 +373,30 @@ def test_a_length_and_strings_that_end_a_text_are_passed_on(engine):
     assert session.length == len(IDS)
 
 
-def test_the_models_own_config_is_used_where_it_is_asked_for(engine, monkeypatch):
+def test_the_models_own_config_is_the_default_where_it_samples(engine, monkeypatch):
+    greedy = told(begun(engine), eos=None)
     own = GenerationConfig(do_sample=True, temperature=0.9, top_k=11, eos_token_id=None)
     monkeypatch.setattr(engine.model, "generation_config", own)
-    found = told(begun(engine), seed=4, eos=None, generation_config="model")
-    assert found == told(begun(engine), seed=4, eos=None, temperature=0.9, top_k=11)
-    assert found != told(begun(engine), seed=4, eos=None)
+    expected = told(begun(engine), seed=4, eos=None, temperature=0.9, top_k=11)
+    assert expected != greedy
+    for config in ({}, {"generation_config": "auto"}, {"generation_config": "model"}):
+        assert told(begun(engine), seed=4, eos=None, **config) == expected
+    assert engine.run([IDS], NEW, seed=4, eos=None)[0].tokens.tolist() == expected
+    for options in ({"temperature": 0}, {"generation_config": None}):
+        assert told(begun(engine), seed=4, eos=None, **options) == greedy
+    hotter = told(begun(engine), seed=4, eos=None, temperature=3.0)  # named ones come first
+    assert hotter == told(begun(engine), seed=4, eos=None, temperature=3.0, top_k=11)
+
+
+def test_without_do_sample_the_models_own_config_is_used_on_request_alone(engine, monkeypatch):
+    greedy = told(begun(engine), eos=None)
+    own = GenerationConfig(temperature=0.9, suppress_tokens=greedy[:1], num_beams=2)
+    monkeypatch.setattr(engine.model, "generation_config", own)
+    assert told(begun(engine), eos=None) == greedy
+    with pytest.raises(InvalidArgumentError, match=r"num_beams=2.*or generation_config=None"):
+        told(begun(engine), eos=None, generation_config="model")
+    own.num_beams = 1
+    assert told(begun(engine), eos=None, generation_config="model") != greedy
 
 
 def test_a_saved_bias_of_a_token_that_is_none_is_refused(engine, tmp_path):

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from reference_models import CHUNK, ROWS, build, make_engine, prompt
 
 from kvpager import CapacityError, Engine, InvalidArgumentError
-from kvpager.scheduling import stream
-from kvpager.text.answer import AnswerText
+from kvpager._runtime.text.answer import AnswerText
+from kvpager.sampling import Distribution
 
 
 @pytest.fixture(scope="module")
@@ -626,11 +626,11 @@ def test_a_step_that_an_interrupt_ends_loses_no_request(engine, name, after):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("name", ["log_probability", "top_log_probabilities", "push"])
+@pytest.mark.parametrize("name", ["log_probability", "top", "push"])
 def test_a_token_that_an_interrupt_comes_behind_is_told_once_and_whole(
     text_engine, monkeypatch, name, number
 ):
-    place = AnswerText if name == "push" else stream
+    place = AnswerText if name == "push" else Distribution
     real, left = getattr(place, name), [number]
 
     def interrupted(*args, **named):
@@ -703,15 +703,14 @@ def test_a_request_whose_release_was_interrupted_is_computed_again(
     ids = prompt(200, 70 + len(state))  # no test has computed it
     request = scheduler.submit(ids, 6, eos=None)
     steps_until(scheduler, lambda: request.state == state)
-    job = request._job
 
     def fail():
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(job, "_leave", fail)
+        patched.setattr(request, "_leave", fail)
         with pytest.raises(KeyboardInterrupt):
-            job.suspend()
+            request.suspend()
     assert request.state == state
     finish(scheduler)
     assert request.completion.tokens.tolist() == told_alone(engine, ids, 6)

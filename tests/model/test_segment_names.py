@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from reference_models import CHUNK, VOCAB, build, make_engine, prompt
 
 from kvpager import CorruptSnapshotError, DirectoryStore, InvalidArgumentError
@@ -101,16 +100,6 @@ def test_texts_that_collide_in_a_digest_are_two_segments(model, closing, monkeyp
     engine.cache_segment(TEXTS["a"], name="a")
     with pytest.raises(InvalidArgumentError, match="another text"):
         engine.cache_segment(TEXTS["b"], name="a")
-
-
-def test_a_segment_of_an_older_release_is_known_by_its_older_digest(model, tmp_path, closing):
-    store = FileStore(tmp_path)
-    engine = closing(make_engine(model))
-    cached = engine.cache_segment(TEXTS["a"], name="a")
-    cached.digest = xxhash.xxh3_128_hexdigest(TEXTS["a"].tobytes())
-    engine.segments.save("a", store)
-    engine.segments.remove("a")
-    assert engine.segments.load("a", store).tokens.tolist() == TEXTS["a"].tolist()
 
 
 def test_a_snapshot_under_anothers_name_in_a_directory_store_is_refused(model, store, closing):

@@ -18,7 +18,7 @@ from reference_models import VOCAB, build, make_engine, prompt
 
 import kvpager
 from kvpager import Engine, InvalidArgumentError, PagerConfig, PrefixMismatchError
-from kvpager.hf import only_looks
+from kvpager._model.watch.looks import only_looks
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_a_restore_that_the_prompt_cannot_use_is_refused_not_computed_again(
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
-        ({"version": 3}, kvpager.UnsupportedVersionError, "session.version is 3"),
+        ({"version": 2}, kvpager.UnsupportedVersionError, "session.version is 2"),
         ({"pending": VOCAB}, kvpager.CorruptSnapshotError, "session.pending is 300"),
         ({"pending": True}, kvpager.CorruptSnapshotError, "session.pending is True"),
         ({"generation_start": 99}, kvpager.CorruptSnapshotError, "session.generation_start is 99"),

@@ -70,33 +70,3 @@ def test_a_finished_session_is_saved_forked_restored_and_closed_beside_steps(
                 assert_same_session(one, alone, name)
         for one in (session, twin, restored):
             one.close()
-
-
-def test_requests_are_submitted_cancelled_and_timed_out_beside_steps(stepping):
-    finished = []
-
-    def submits(number):
-        for i in range(10):
-            request = stepping.submit(
-                prompt(10, number),
-                30,
-                eos=None,
-                priority=i % 3,
-                timeout_s=0.01 if i % 2 else None,
-                on_finish=lambda request, done: finished.append(done.finish_reason),
-            )
-            if i % 2 == 0:
-                request.cancel()
-
-    threads = [threading.Thread(target=submits, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    deadline = threading.Event()
-    for _ in range(600):
-        if len(finished) == 30:
-            break
-        deadline.wait(0.05)
-    assert len(finished) == 30
-    assert set(finished) <= {"cancelled", "timeout", "length"}

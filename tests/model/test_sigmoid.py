@@ -10,8 +10,8 @@ from reference_models import build, make_engine, prompt
 from test_operations_between_modules import mixture, needs_two_paths
 
 from kvpager import _core
-from kvpager.hf.linear import Callers, LinearLayers
-from kvpager.hf.sigmoid import sigmoid
+from kvpager._model.seam.linear import Callers, LinearLayers
+from kvpager._model.seam.sigmoid import sigmoid
 
 
 def numbers():

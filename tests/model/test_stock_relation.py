@@ -8,9 +8,9 @@ from reference_models import CHUNK, ROWS, SHIPPED, build
 from test_own_attention import WINDOW, phimoe, qwen2_moe
 
 from kvpager import PagerConfig, TopK
-from kvpager.hf import attention
+from kvpager._model.seam import attention
 from kvpager.verify import RELATIONS, Subject, check_relation, relation, verify
-from kvpager.verify.stock import stock_run
+from kvpager.verify.relations.stock import stock_run
 
 STOCK = relation("equal to transformers")
 CONFIG = PagerConfig(pool_tokens=8 * CHUNK, rows=ROWS, chunk_tokens=CHUNK, host_bytes="256MiB")

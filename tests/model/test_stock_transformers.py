@@ -18,8 +18,9 @@ from reference_models import (
     stock_logits,
 )
 
-from kvpager.hf import HEAD_ROWS, Head, packed_inputs, running
-from kvpager.hf.observe import Recorder
+from kvpager._model.seam.attention import running
+from kvpager._model.seam.causal_lm import HEAD_ROWS, Head
+from kvpager._model.seam.observe import Recorder, packed_inputs
 
 # The shipped model attends so sharply that bfloat16 runs of transformers differ by whole units
 # from one another; how far from the truth ours are has its own test.

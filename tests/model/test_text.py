@@ -11,8 +11,8 @@ import text_models
 import torch
 
 from kvpager import Engine, InvalidArgumentError
-from kvpager.text.answer import AnswerText
-from kvpager.text.tokenizer import Detokenizer, Tokenizer, text_of
+from kvpager._runtime.text.answer import AnswerText
+from kvpager._runtime.text.tokenizer import Detokenizer, Tokenizer, text_of
 
 TOKENIZERS = {"bytes": text_models.byte_level, "metaspace": text_models.metaspace}
 SAMPLED = {"temperature": 1.0, "seed": 5, "eos": None}

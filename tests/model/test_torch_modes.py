@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpager import InvalidArgumentError
-from kvpager.execution.recordings import WORTH
-from kvpager.hf import only_looks
+from kvpager._model.watch.looks import only_looks
+from kvpager._runtime.execution.recordings import WORTH
 
 
 class TwiceOfFunctions(TorchFunctionMode):

@@ -23,7 +23,7 @@ from devices import DEVICES, require, tensors_of
 from reference_models import make_engine
 
 from kvpager import CapacityError, InvalidArgumentError, TopK, UnsupportedModelError
-from kvpager.hf.cache_argument import CACHE_ARGUMENTS, cache_argument, handed
+from kvpager._model.seam.causal_lm import CACHE_ARGUMENTS, cache_argument, handed
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,9 +22,9 @@ from kvpager import (
     PrefixMismatchError,
     Reuse,
 )
+from kvpager._model.watch.looks import only_looks
+from kvpager._runtime.scheduling.trim import PrimaryCache
 from kvpager.companions import Refused, TrimCounters
-from kvpager.hf import only_looks
-from kvpager.text.primary import PrimaryCache
 
 PROMPT = 150
 NEW = 16
@@ -48,7 +48,7 @@ class ModelError(Exception):
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(kv_dtype):
     return build("llama")
 
 
@@ -350,7 +350,7 @@ def test_a_companion_that_fails_does_not_keep_the_text_from_being_cut(talked, co
 def test_a_cut_into_a_damaged_chunk_that_is_to_be_reported_changes_nothing(
     model, saved, closing, tmp_path, exact
 ):
-    damage_chunk(tmp_path / "turn.kvsnap", saved.core, 1)
+    damage_chunk(tmp_path / "turn.kvsnap", saved.core.facts, 1)
     engine = closing(make_engine(model, exact=exact))
     session = engine.restore(tmp_path / "turn.kvsnap", on_corrupt="fail")
     session.transcript.companions.append(Untouched(LENGTH))
@@ -383,7 +383,10 @@ class Untouched:
 
 
 def test_a_cut_for_which_the_pool_has_no_block_gives_up_the_rest_of_its_chunk(model, cold, closing):
-    engine = closing(make_engine(model))
+    with make_engine(model) as measured:
+        chunk_bytes = measured.core.facts.layout.chunk_bytes
+    # Room for the chunks of the first, and for no other's tail.
+    engine = closing(make_engine(model, host_bytes=10 * chunk_bytes))
     session = engine.session()
     ids = prompt(10 * CHUNK)  # no tail, whose block would do
     session.prefill(ids)

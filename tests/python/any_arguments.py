@@ -109,6 +109,8 @@ class Specimens:
             return _core.PagerOptions()
         if kind == "SnapshotContent":
             return self.author.content(text(2 * C + 3))
+        if kind == "SnapshotImage":
+            return _core.SnapshotImage(self.instance("SnapshotContent"), "{}", "{}")
         if kind == "SnapshotReader":
             return _core.SnapshotReader.open(str(self.folder / "sound.kvsnap"))
         if kind == "SnapshotWriter":
@@ -126,7 +128,7 @@ class Specimens:
             held.append([1], *rows([1]))
             return core.ledger(held.uid)[0]
         if kind == "ByteWatch":
-            return _core.ByteWatch([], 1)
+            return _core.ByteWatch([], 1, 0)
         if kind == "OwnedFile":
             return _core.OwnedFile(str(self.folder / "sound.kvsnap"), 0)
         if kind == "ExclusiveLock":
@@ -152,7 +154,6 @@ class Specimens:
             "variable": lambda: contextvars.ContextVar("v"),
             "container": list,
             "provenance": lambda: "exact",
-            "scorer": lambda: "bits2",
             "which": lambda: [0],
             "sequences": lambda: [None],
             "positions": lambda: [0],
@@ -174,7 +175,8 @@ class Specimens:
             return self.instance(annotation)
         for part, value in (
             ("ArrayLike", [0]), ("Callable", None), ("equence", []), ("list", []), ("str", ""),
-            ("SupportsInt", 1), ("SupportsFloat", 1.0), ("bool", False),
+            ("SupportsInt", 1), ("SupportsFloat", 1.0), ("bool", False), ("Buffer", bytearray(4)),
+            ("bytes", b""),
         ):  # fmt: skip
             if part in annotation:
                 return value

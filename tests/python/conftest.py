@@ -42,24 +42,6 @@ def model_dir(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
-def spoken_model_dir(model_dir, tmp_path_factory):
-    """The same model with a tokenizer of one token per word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("spoken")
-    for file in model_dir.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    words = ["<unk>", "the", "cache", "keeps", "every", "chunk", "pool", "page", "turn", "needle"]
-    words += [f"w{i}" for i in range(64 - len(words))]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def author():
     """Makes contents to save, and checks what is read back."""

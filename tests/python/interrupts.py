@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import kvpager
+from kvpager.stores.names import INDEX_FILE
 
 State = TypeVar("State")
 
@@ -161,9 +162,12 @@ def at_every_instant(
 
 
 def open_files() -> set[str]:
-    """What this process has open: files and sockets by their names, not by their numbers."""
+    """What this process has open: files and sockets by their names, not by their numbers.
+
+    Without the index that a store keeps open as long as it lives.
+    """
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found.append(str(entry.readlink()))
-    return {name for name in found if not name.startswith("/proc/")}
+    return {name for name in found if not name.startswith("/proc/") and INDEX_FILE not in name}

@@ -84,7 +84,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def described(session: Any) -> dict[str, Any]:
     """Everything a session holds that a user could see, bit for bit."""
-    engine = session.core
+    engine = session.core.facts
     found: dict[str, Any] = {"tokens": session.tokens.tolist(), "logits": digest(session.logits)}
     queries = torch.from_numpy(np.random.default_rng(7).standard_normal((4, 32)).astype(np.float32))
     for layer in range(engine.layout.layers):
@@ -99,7 +99,7 @@ def make(subject: str, path: str) -> dict[str, Any]:
     with make_engine(subject) as engine:
         session = engine.session()
         session.prefill(PROMPT)
-        generated = session.generate(20, temperature=0.7, seed=3).tokens.tolist()
+        generated = session.generate(20, temperature=0.7, seed=3, eos=None).tokens.tolist()
         found = {"generated": generated, **described(session)}
         session.save(path)
     reader = _core.SnapshotReader.open(path)
@@ -114,7 +114,7 @@ def go_on(subject: str, path: str, save: str) -> dict[str, Any]:
         session = engine.restore(path)
         found = {f"restored {name}": value for name, value in described(session).items()}
         session.append(MORE)
-        generated = session.generate(12, temperature=0.7, seed=4).tokens.tolist()
+        generated = session.generate(12, temperature=0.7, seed=4, eos=None).tokens.tolist()
         found.update({"generated": generated, **described(session)})
         session.save(save)
     found["digest"] = _core.SnapshotReader.open(save).logical_digest

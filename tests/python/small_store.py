@@ -111,6 +111,18 @@ def one(author: Author, tmp_path: Path, chunks: int = 4) -> int:
     return size(store.path)
 
 
+def needles(tokens: list[int]) -> list[bytes]:
+    """Bytes that a plain store has somewhere: ids, keys and values, names, the session's notes."""
+    ids = np.asarray(tokens, dtype=np.int32)
+    k, v = rows(tokens)
+    return [
+        *(ids[at : at + 4].tobytes() for at in range(0, len(ids) - 4, 5)),
+        *(row.tobytes()[:16] for row in (*k[0, ::7, 0], *v[1, ::7, 0])),
+        b"my-planner",
+        b'"tokens":',
+    ]
+
+
 def names(store: SnapshotStore) -> list[str]:
     return [entry.name for entry in store.entries()]
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from small_store import Author, C, text
 from kvpager import _core
 from kvpager.errors import CapacityError, StorageError
 from kvpager.stores import DirectoryStore
-from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import CompanionSnapshot
 
 PROMPT = text(6 * C, seed=1)
 OTHER_PROMPT = text(3 * C, seed=2)
@@ -195,7 +195,7 @@ def _work_until(
 def die_during(journal: Journal, folder: str, step: str, point: str, after: int) -> None:
     """Does one step and dies, as by SIGKILL, at the `after`-th visit of a point.
 
-    The step is one of `STEPS` or `PAIR_STEPS`.
+    The step is one of `STEPS`.
     The point is one of the core's, or "python" for the calls that the store itself makes.
     """
     author, store = Author(), DirectoryStore(folder)
@@ -204,7 +204,7 @@ def die_during(journal: Journal, folder: str, step: str, point: str, after: int)
             stack.enter_context(Trap(after, lambda: os.kill(os.getpid(), signal.SIGKILL)))
         else:
             _core.arm_fault(point, after, -1)
-        (STEPS | PAIR_STEPS)[step](author, store)
+        STEPS[step](author, store)
     journal.write(survived=True)
 
 
@@ -220,29 +220,6 @@ BEFORE = {
 A_GROWN = text(9 * C + 1, seed=6, start=BEFORE["a"][: 6 * C])
 NEW = text(5 * C + 2, seed=7)
 
-STEPS: dict[str, Callable[[Author, DirectoryStore], object]] = {
-    "grow": lambda author, store: author.save(store, "a", A_GROWN),
-    "save": lambda author, store: author.save(store, "new", NEW),
-    "delete": lambda _, store: store.delete("c"),
-    "pin": lambda _, store: store.pin("c"),
-    "gc": lambda _, store: store.gc(),
-    "open": lambda _, store: store.open("c"),
-    "find": lambda author, store: store.find_prefix(author.hashes(PROMPT[:C])),
-}
-
-
-def after_step(step: str) -> dict[str, list[int]]:
-    """What the store holds once the step was done."""
-    changed = dict(BEFORE)
-    if step == "grow":
-        changed["a"] = A_GROWN
-    elif step == "save":
-        changed["new"] = NEW
-    elif step == "delete":
-        del changed["c"]
-    return changed
-
-
 # The same for snapshots with companions: see `prepare_pairs`.
 PAIRS_BEFORE = {"a": text(5 * C + 3, seed=31), "b": text(3 * C, seed=32)}
 PAIR_GROWN = text(8 * C + 1, seed=33, start=PAIRS_BEFORE["a"][: 5 * C])
@@ -257,23 +234,38 @@ def save_pair(author: Author, store: DirectoryStore, name: str, tokens: list[int
     return author.save(store, name, tokens, companions=[companion])
 
 
-PAIR_STEPS: dict[str, Callable[[Author, DirectoryStore], object]] = {
+STEPS: dict[str, Callable[[Author, DirectoryStore], object]] = {
+    "grow": lambda author, store: author.save(store, "a", A_GROWN),
+    "save": lambda author, store: author.save(store, "new", NEW),
+    "delete": lambda _, store: store.delete("c"),
+    "pin": lambda _, store: store.pin("c"),
+    "gc": lambda _, store: store.gc(),
+    "open": lambda _, store: store.open("c"),
+    "find": lambda author, store: store.find_prefix(author.hashes(PROMPT[:C])),
     "first pair": lambda author, store: save_pair(author, store, "new", NEW),
     "next pair": lambda author, store: save_pair(author, store, "a", PAIR_GROWN),
     "without": lambda author, store: author.save(store, "a", PAIR_GROWN),
     "delete pair": lambda _, store: store.delete("a"),
 }
+PAIR_STEPS = ("first pair", "next pair", "without", "delete pair")  # of a store of PAIRS_BEFORE
 
 
-def after_pair_step(step: str) -> dict[str, list[int]]:
+def before_step(step: str) -> dict[str, list[int]]:
+    """What the store holds that the step is done on."""
+    return PAIRS_BEFORE if step in PAIR_STEPS else BEFORE
+
+
+def after_step(step: str) -> dict[str, list[int]]:
     """What the store holds once the step was done."""
-    changed = dict(PAIRS_BEFORE)
-    if step == "first pair":
+    changed = dict(before_step(step))
+    if step == "grow":
+        changed["a"] = A_GROWN
+    elif step in ("save", "first pair"):
         changed["new"] = NEW
-    elif step == "delete pair":
-        del changed["a"]
-    else:
+    elif step in ("next pair", "without"):
         changed["a"] = PAIR_GROWN
+    elif step in ("delete", "delete pair"):
+        del changed["a" if step == "delete pair" else "c"]
     return changed
 
 
@@ -307,11 +299,16 @@ class Trap:
         (fcntl, "flock"),
     ]
 
-    def __init__(self, after: int, spring: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        after: int,
+        spring: Callable[[], None],
+        calls: Sequence[tuple[Any, str]] | None = None,
+    ) -> None:
         self.left = after
         self.sprung = False
         self._spring = spring
-        self._real = [(owner, name, getattr(owner, name)) for owner, name in self.CALLS]
+        self._real = [(owner, name, getattr(owner, name)) for owner, name in calls or self.CALLS]
 
     def _guarded(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
@@ -367,12 +364,13 @@ class Child:
 class Nursery:
     """Starts children. A context manager, which leaves none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str = __file__) -> None:
+        """`script`: calls `main` with the jobs that it has."""
         self._folder = folder
         self._children: list[Child] = []
         site = ["-S"] if sys.flags.no_site else []  # the package this process imports, no other
         self._process = subprocess.Popen(
-            [sys.executable, *site, __file__],
+            [sys.executable, *site, script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -440,7 +438,8 @@ def kill_at_steps(
     return kills
 
 
-def main() -> None:
+def main(jobs: Mapping[str, Callable[..., None]]) -> None:
+    """Starts a child for each job that is asked for."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         job, journal, arguments = json.loads(line)
@@ -450,7 +449,7 @@ def main() -> None:
             try:
                 log = Journal(journal)
                 try:
-                    JOBS[job](log, **arguments)
+                    jobs[job](log, **arguments)
                     status = 0
                 except BaseException:
                     log.write(error=traceback.format_exc())
@@ -460,4 +459,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(JOBS)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 from bench_reports import decode_report, make_report
+from cli_snapshots import refused, told_json
 
 from kvpager.cli import main
 from kvpager_bench import suite
 from kvpager_bench.peers import environments
 from kvpager_bench.question import QUESTIONS
-
-
-def refused(capsys, *arguments):
-    code = main(["bench", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvpager: ")
-    assert err.count("\n") == 1, err
-    return code, err
 
 
 @pytest.fixture
@@ -71,16 +62,13 @@ def asked(monkeypatch):
     ],
 )
 def test_a_wrong_command_line_is_one_line_that_says_what_is_right(capsys, asked, arguments, words):
-    code, err = refused(capsys, *arguments)
-    assert code == 2
-    assert words in err
+    assert words in refused(capsys, "bench", *arguments, code=2)
     assert asked.plans == []
 
 
 def test_outside_a_checkout_it_says_how_to_get_one(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("kvpager.cli.bench.bench_folder", lambda: tmp_path / "lib" / "bench")
-    code, err = refused(capsys, "--list")
-    assert code == 1
+    err = refused(capsys, "bench", "--list")
     assert f"installed in {tmp_path / 'lib'}" in err
     assert "clone the repository, run `make build`" in err
 
@@ -99,8 +87,7 @@ def test_a_checkout_is_found_beside_the_package_from_any_folder(tmp_path):
 
 
 def test_the_list_names_every_question(capsys):
-    assert main(["bench", "--list", "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = told_json(capsys, "bench", "--list")
     assert [question["name"] for question in told["questions"]] == list(QUESTIONS)
     assert main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
@@ -166,25 +153,17 @@ def test_an_interrupted_run_tells_what_is_finished_and_exits_with_130(capsys, as
 
 def test_json_is_one_object_and_quiet_says_nothing_else(capsys, asked):
     asked.failures["warm"] = "it hung"
-    assert main(["bench", "decode", "warm", "--format", "json", "-q"]) == 1
-    out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert err == ""
+    told = told_json(capsys, "bench", "decode", "warm", "-q", code=1)
     assert [q["failure"] for q in told["questions"]] == [None, "it hung"]
     assert told["comparisons"][0]["ratio"] == 10.0
 
 
 def test_tables_are_written_beside_results_of_another_folder(capsys, tmp_path):
-    make_report("save_beside").write(tmp_path)
-    assert main(["bench", "tables", "--results", str(tmp_path), "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    make_report("speculation").write(tmp_path)
+    told = told_json(capsys, "bench", "tables", "--results", tmp_path)
     assert str(tmp_path / "tables" / "benchmarks.md") in told["files"]
     assert "decode" in told["missing"]
-
-
-def test_tables_of_nothing_are_refused(capsys, tmp_path):
-    code, err = refused(capsys, "tables", "--results", tmp_path)
-    assert code == 1
+    err = refused(capsys, "bench", "tables", "--results", tmp_path / "nothing")
     assert "no results" in err
 
 
@@ -192,8 +171,7 @@ def test_peers_that_are_not_there_are_listed_with_how_to_install_them(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KVPAGER_BENCH_PEERS", str(tmp_path))
-    assert main(["bench", "peers", "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)["peers"]
+    told = told_json(capsys, "bench", "peers")["peers"]
     assert list(told) == list(environments.PEERS)
     assert not any(peer["installed"] for peer in told.values())
     assert "kvpager bench peers install llama" in told["llama"]["reason"]
@@ -211,9 +189,3 @@ def test_a_peer_that_cannot_be_installed_does_not_keep_the_others_out(capsys, mo
     assert main(["bench", "peers", "install"]) == 1
     assert tried == list(environments.PEERS)
     assert "llama: no compiler" in capsys.readouterr().err
-
-
-def test_a_terminal_shows_one_line_that_moves(capsys, asked, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["bench", "decode"]) == 0
-    assert "done in 0:02" in capsys.readouterr().err

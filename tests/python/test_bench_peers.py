@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
 
 import pytest
 
-from kvpager_bench.peers import environments, recipes
+from kvpager_bench.peers import environments
 from kvpager_bench.peers.environments import Missing, Peer, PeerError
 from kvpager_bench.peers.recipes import PEERS, Recipe, Step
-from kvpager_bench.places import module_environment
 
 
 def wheel(folder, version="1.0"):
@@ -124,14 +121,10 @@ class TestInstalling:
         assert isinstance(found, Missing)
         assert "not installed" in found.reason
         assert "kvpager bench peers install tiny" in found.reason
-
-    def test_a_folder_without_a_stamp_is_an_interrupted_installation(self, no_peers):
-        folder = environments.root() / no_peers.folder
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").symlink_to(sys.executable)
-        found = environments.find("tiny")
-        assert isinstance(found, Missing)
-        assert "not finished" in found.reason
+        with pytest.raises(PeerError, match="not installed"):
+            environments.call("tiny", "anything", {})
+        with pytest.raises(ValueError, match="tiny"):
+            environments.find("huge")
 
     def test_an_interrupted_installation_is_begun_again(self, no_peers, monkeypatch):
         folder = environments.root() / no_peers.folder
@@ -145,7 +138,7 @@ class TestInstalling:
         monkeypatch.setattr(environments, "_make", interrupted)
         with pytest.raises(KeyboardInterrupt):
             environments.install("tiny", list)
-        assert isinstance(environments.find("tiny"), Missing)
+        assert "not finished" in environments.find("tiny").reason
 
         def whole(recipe, folder, *_):
             assert not left.exists()
@@ -178,17 +171,13 @@ class TestInstalling:
         assert isinstance(found, Missing)
         assert "in another way" in found.reason
 
-    def test_a_removed_peer_is_missing_and_its_bytes_are_counted(self, no_peers):
+    def test_a_removed_peer_is_missing_with_all_that_lay_beside_it(self, no_peers):
         folder = environments.root() / no_peers.folder
         folder.mkdir(parents=True)
-        (folder / "data").write_bytes(bytes(1 << 16))
-        assert environments.remove("tiny") >= 1 << 16
-        assert not folder.exists()
-        assert environments.remove("tiny") == 0
-
-    def test_an_unknown_name_is_refused_with_the_known_ones(self, no_peers):
-        with pytest.raises(ValueError, match="tiny"):
-            environments.find("huge")
+        folder.with_name(f"{folder.name}.log").write_text("said")
+        environments.remove("tiny")
+        environments.remove("tiny")
+        assert list(environments.root().iterdir()) == []
 
 
 class TestCalling:
@@ -237,10 +226,6 @@ class TestCalling:
         with pytest.raises(ProcessLookupError):
             os.kill(int(mark.read_text()), 0)
 
-    def test_a_missing_peer_is_not_called_but_explained(self, no_peers):
-        with pytest.raises(PeerError, match="not installed"):
-            environments.call("tiny", "anything", {})
-
 
 class TestRecipes:
     def test_every_peer_is_pinned_and_says_what_it_costs(self):
@@ -251,11 +236,6 @@ class TestRecipes:
             assert recipe.version in recipe.title
             assert recipe.cost
 
-    def test_another_step_gives_another_digest(self):
-        recipe = next(iter(PEERS.values()))
-        assert replace(recipe, steps=recipe.steps[:-1]).digest != recipe.digest
-        assert replace(recipe, cost="more").digest == recipe.digest
-
     def test_scripts_import_nothing_of_ours(self):
         scripts = sorted(environments.SCRIPTS.glob("*.py"))
         assert scripts
@@ -263,14 +243,3 @@ class TestRecipes:
             text = path.read_text(encoding="utf-8")
             assert "import kvpager" not in text
             assert "from kvpager" not in text
-
-    def test_the_modules_that_list_peers_import_no_torch(self):
-        code = (
-            "import sys, kvpager_bench.peers.environments; "
-            "print(any(name in sys.modules for name in ('torch', 'transformers', 'kvpager')))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=module_environment()
-        )
-        assert (done.stdout.strip(), done.stderr) == ("False", "")
-        assert json.dumps(sorted(recipes.PEERS))

@@ -76,25 +76,13 @@ def test_a_folder_whose_maker_lives_stays_however_old_it_is(
 ) -> None:
     (theirs,) = tmp_path.iterdir()
     aged(theirs)
+    (new := tmp_path / "kvpager-bench-new").mkdir()  # may not have its lock yet
     assert places.sweep(tmp_path) == []
     assert (theirs / "state").exists()
     maker.kill()
     maker.wait(30)
     assert places.sweep(tmp_path) == [theirs]
-
-
-def test_a_folder_that_was_made_just_now_may_not_have_its_lock_yet_and_stays(
-    tmp_path: Path,
-) -> None:
-    new, other = tmp_path / "kvpager-bench-new", tmp_path / "kvpager-something"
-    new.mkdir()
-    other.mkdir()
-    aged(other)
-    assert places.sweep(tmp_path) == []
-    assert places.sweep(tmp_path) == []
-    aged(new)
-    assert places.sweep(tmp_path) == [new]
-    assert other.is_dir()
+    assert new.is_dir()
 
 
 def test_an_exception_takes_the_folder_along_and_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvpager.sampling import Sampling
-from kvpager_bench.plain_transformers import LEAST_TOKENS, compare_with_transformers, prefix_tokens
+from kvpager_bench.plain_transformers import compare_with_transformers, prefix_tokens
 
 VOCAB = 256
 
@@ -34,14 +34,11 @@ def prompts():
 
 
 def test_in_float32_both_ways_are_the_same_computation_but_for_rounding(model, prompts):
-    report = compare_with_transformers(model, prompts, new_tokens=12)
-    reuse, decode = report.routes
+    reuse, decode = compare_with_transformers(model, prompts, new_tokens=12)
     assert (reuse.name, decode.name) == ("prefix reuse", "one-token decode")
-    assert report.dtype == "float32"
-    for route in report.routes:
-        assert route.prompts == len(prompts)
+    for route in (reuse, decode):
         assert route.forks == 0
-        assert route.first_forks == (None,) * len(prompts)
+        assert route.first_forks == [None] * len(prompts)
         assert route.agreement.max_abs_delta < 1e-3
     assert reuse.comparison.elements == len(prompts) * VOCAB
     assert decode.comparison.elements == len(prompts) * 11 * VOCAB
@@ -55,9 +52,7 @@ def test_a_one_token_step_that_computes_something_else_is_seen(model, prompts, s
 
     handle = model.lm_head.register_forward_hook(mirrored)
     try:
-        reuse, decode = compare_with_transformers(
-            model, prompts, new_tokens=12, sampling=sampling
-        ).routes
+        reuse, decode = compare_with_transformers(model, prompts, new_tokens=12, sampling=sampling)
     finally:
         handle.remove()
     assert decode.forks == len(prompts)
@@ -77,20 +72,12 @@ def test_a_suffix_that_computes_something_else_is_seen(model, prompts):
 
     handle = model.lm_head.register_forward_hook(mirrored)
     try:
-        reuse, decode = compare_with_transformers(model, prompts, new_tokens=12).routes
+        reuse, decode = compare_with_transformers(model, prompts, new_tokens=12)
     finally:
         handle.remove()
     assert set(reuse.first_forks) == {0}
     assert reuse.agreement.tokens == len(prompts)  # what follows a fork follows another text
     assert decode.forks == 0
-
-
-@pytest.mark.parametrize("tokens", [LEAST_TOKENS, 9, 50, 1000])
-def test_every_prompt_keeps_something_and_leaves_something(tokens):
-    kept = [prefix_tokens(tokens, number) for number in range(200)]
-    assert min(kept) >= 4
-    assert max(kept) < tokens
-    assert len(set(kept)) == tokens - 4 if tokens < 100 else len(set(kept)) > 100
 
 
 def test_the_models_attention_is_given_back(model, prompts):

@@ -9,7 +9,7 @@ import pytest
 from bench_reports import make_report
 
 from kvpager_bench.places import RESULTS_DIR
-from kvpager_bench.report import MissingNumberError, load_report
+from kvpager_bench.report import NOT_APPLICABLE, SCHEMA, Column, MissingNumberError, load_report
 
 
 def compare(report, **changes):
@@ -73,29 +73,10 @@ def test_comparisons_and_skipped_peers_read_back_the_same(tmp_path):
     compare(report)
     compare(report, peer="bare forwards", unit="ms", aim=None, lower_is_better=True, digits=2)
     report.skip("vLLM 0.33.0", "not installed")
-    assert load_report(report.write(tmp_path)) == report
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data["comparisons"][0].update(ours=0.0),
-        lambda data: data["comparisons"][0].update(figure=""),
-        lambda data: data["comparisons"][0].update(theirs=None),
-        lambda data: data["skipped"][0].update(reason=""),
-        lambda data: data.update(schema=2),
-    ],
-)
-def test_a_file_whose_comparison_lacks_a_number_is_refused(tmp_path, damage):
-    report = make_report()
-    compare(report)
-    report.skip("vLLM 0.33.0", "not installed")
-    path = report.write(tmp_path)
-    data = json.loads(path.read_text(encoding="utf-8"))
-    damage(data)
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(MissingNumberError):
-        load_report(path)
+    report.judge("it is short", True, "1.25 ms")
+    again = load_report(report.write(tmp_path))
+    assert again == report
+    assert again.markdown() == report.markdown()
 
 
 def test_a_file_keeps_a_row_in_a_line_and_no_digits_that_nothing_shows(tmp_path):
@@ -142,6 +123,73 @@ def test_a_report_prints_its_comparisons_and_who_was_left_out(capsys):
     assert "skipped: vLLM 0.33.0 (not installed)" in out
 
 
-def test_a_report_goes_to_the_folder_that_the_environment_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVPAGER_BENCH_RESULTS", str(tmp_path / "elsewhere"))
-    assert make_report().write() == tmp_path / "elsewhere" / "sample.json"
+def sample():
+    columns = (Column("shape", text=True), Column("time_ms", "ms"))
+    report = make_report(columns=(*columns, Column("scan_ms", "ms", optional=True)),
+                         rows=[{"shape": "a", "time_ms": 1.0, "scan_ms": 1.0}])  # fmt: skip
+    report.rows.clear()
+    return report
+
+
+class TestRows:
+    @pytest.mark.parametrize("row", [{}, {"time_ms": 1.0, "tme_ms": 1.0}])
+    def test_a_row_has_the_declared_columns_and_no_others(self, row):
+        with pytest.raises(MissingNumberError, match="me_ms"):
+            sample().add(shape="a", scan_ms=1.0, **row)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, None, "n/a", "", True])
+    def test_what_is_no_finite_number_is_refused(self, value):
+        report = sample()
+        with pytest.raises(MissingNumberError, match="time_ms"):
+            report.add(shape="a", time_ms=value, scan_ms=NOT_APPLICABLE)
+        assert report.rows == []
+
+    def test_na_is_never_read_as_a_number(self):
+        report = sample()
+        row = report.add(shape="a", time_ms=0.5, scan_ms=NOT_APPLICABLE)
+        assert report.number(row, "time_ms") == 0.5
+        for name in ("scan_ms", "shape", "unknown"):
+            with pytest.raises(MissingNumberError):
+                report.number(row, name)
+
+    def test_a_report_without_rows_is_not_written(self, tmp_path):
+        with pytest.raises(MissingNumberError, match="no rows"):
+            sample().write(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda data: data["comparisons"][0].update(ours=0.0),
+            lambda data: data["comparisons"][0].update(figure=""),
+            lambda data: data["comparisons"][0].update(theirs=None),
+            lambda data: data["skipped"][0].update(reason=""),
+            lambda data: data["rows"][0].pop(),
+            lambda data: data["rows"][0].__setitem__(1, None),
+            lambda data: data["rows"].clear(),
+            lambda data: data["environment"].pop("commit"),
+            lambda data: data["environment"].update(isa=""),
+            lambda data: data.update(schema=SCHEMA + 1),
+        ],
+    )
+    def test_a_damaged_file_is_refused_when_read(self, tmp_path, damage):
+        report = sample()
+        report.add(shape="a", time_ms=1.25, scan_ms=3)
+        compare(report)
+        report.skip("vLLM 0.33.0", "not installed")
+        path = report.write(tmp_path)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        damage(data)
+        path.write_text(json.dumps(data), encoding="utf-8")
+        with pytest.raises(MissingNumberError):
+            load_report(path)
+
+    @pytest.mark.parametrize(
+        ("value", "printed"),
+        [(0.0, "0"), (0.0123, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (1234.5, "1234")],
+    )
+    def test_numbers_print_with_three_significant_digits(self, value, printed):
+        report = make_report(columns=(Column("x"),), rows=[{"x": 1.0}])
+        report.rows.clear()
+        report.add(x=value)
+        assert report.markdown().splitlines()[-1].strip("| ") == printed

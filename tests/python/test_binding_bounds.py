@@ -297,7 +297,6 @@ def test_integers_that_do_not_fit_are_refused_by_name_and_never_wrapped(tokens: 
     sequence = _core.OwnedSequence(pager, None, "")
     calls: list[Callable[[], object]] = [
         lambda: pager.chain_hashes(tokens, ""),
-        lambda: pager.legacy_chain_hashes(tokens, ""),
         lambda: pager.adopt_prefix(sequence.uid, tokens),
         lambda: _core.OwnedForward(pager, None, [(sequence, 0, C, 0)], tokens),
         lambda: _core.OwnedForward(
@@ -341,4 +340,6 @@ def test_queries_of_more_heads_than_a_model_has_are_refused() -> None:
 def test_ranges_to_watch_that_are_none_are_refused() -> None:
     for ranges in ([(1, -1)], [(0, 1)]):
         with pytest.raises(InvalidArgumentError, match="ranges"):
-            _core.ByteWatch(ranges, 1)
+            _core.ByteWatch(ranges, 1, 0)
+    with pytest.raises(IndexError, match="range"):
+        _core.ByteWatch([(0, 0)], 1, 0).digests(1)

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
+from kvpager._model.seam.state import RecurrentState
+from kvpager._runtime.recurrent.checkpoints import POLICIES, Checkpoints
 from kvpager.errors import InvalidArgumentError
-from kvpager.hf.state import RecurrentState
-from kvpager.recurrent.checkpoints import POLICIES, Checkpoints
 
 CHUNK = 16
 ROOM = 4  # bytes of one state: a tensor of one element, and no hidden states

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from cli_snapshots import files_below, save_file, save_in, told
@@ -29,15 +28,34 @@ def wait(args, label):
     yield stop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-move.byte_progress = verify.byte_progress = wait
+move.work_progress = verify.work_progress = wait
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def interrupted(number, *arguments):
-    """Sends a signal in the middle of a command; returns its exit code, stdout and stderr."""
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export store/turn1 old.kvsnap --force",
+        "import turn2.kvsnap store",
+        "verify turn2.kvsnap --format json --output old.kvsnap",
+    ],
+)
+def test_an_interrupted_command_says_so_and_leaves_everything_as_it_was(
+    capsys, tmp_path, number, code, words, line
+):
+    store = DirectoryStore(tmp_path / "store")
+    save_in(store, "turn1", 90)
+    save_file(tmp_path / "turn2.kvsnap", 300)
+    (tmp_path / "old.kvsnap").write_bytes(b"old")
+    before = files_below(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *map(str, arguments)],
+        [sys.executable, "-c", SLOW, "snapshot", *line.split()],
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,44 +67,11 @@ def interrupted(number, *arguments):
     finally:
         process.kill()
         process.wait()
-    return process.returncode, out, err
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
-)
-def test_an_interrupted_export_leaves_nothing_and_the_old_file(tmp_path, number, code, words):
-    store = DirectoryStore(tmp_path / "store")
-    save_in(store, "turn1", 90)
-    folder = tmp_path / "out"
-    folder.mkdir()
-    old = folder / "turn1.kvsnap"
-    old.write_bytes(b"old")
-    got = interrupted(number, "snapshot", "export", f"{store.path}/turn1", old, "--force")
-    assert got == (code, "", f"kvpager: {words}\n")
-    assert files_below(folder) == ["turn1.kvsnap"]
-    assert old.read_bytes() == b"old"
-
-
-def test_an_interrupted_import_leaves_the_store_as_it_was(capsys, tmp_path):
-    store = DirectoryStore(tmp_path / "store")
-    save_in(store, "turn1", 50)
-    file = save_file(tmp_path / "turn2.kvsnap", 300)
-    before = files_below(Path(store.path))
-    got = interrupted(signal.SIGINT, "snapshot", "import", file, store.path)
-    assert got == (130, "", "kvpager: interrupted\n")
-    assert files_below(Path(store.path)) == before
+    assert (process.returncode, out, err) == (code, "", f"kvpager: {words}\n")
+    assert files_below(tmp_path) == before
+    assert (tmp_path / "old.kvsnap").read_bytes() == b"old"
     told(capsys, "snapshot", "verify", store.path)
-    told(capsys, "snapshot", "import", file, store.path)  # nobody holds a lock
-
-
-def test_an_interrupted_verify_gives_no_result(tmp_path):
-    file = save_file(tmp_path / "turn1.kvsnap", 300)
-    target = tmp_path / "result.json"
-    arguments = ("snapshot", "verify", file, "--format", "json", "--output", target)
-    assert interrupted(signal.SIGINT, *arguments) == (130, "", "kvpager: interrupted\n")
-    assert files_below(tmp_path) == ["turn1.kvsnap"]
+    told(capsys, "snapshot", "import", tmp_path / "turn2.kvsnap", store.path)  # nobody has a lock
 
 
 def test_a_reader_of_stdout_that_goes_away_is_no_error_to_tell(tmp_path):

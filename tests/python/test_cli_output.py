@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli_snapshots import refused, save_file
+from cli_snapshots import files_below, refused, save_file
 
 from kvpager.cli import main
 from kvpager.cli.failure import CliError
-from kvpager.cli.output import check_writable
+from kvpager.cli.output import check_writable, write_file
 
 
 @pytest.fixture
@@ -24,6 +25,33 @@ def file(tmp_path: Path) -> Path:
 
 def inspect(file: Path, output: Path) -> int:
     return main(["snapshot", "inspect", str(file), "--output", str(output)])
+
+
+def test_a_result_goes_to_the_file_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    told = ("snapshot", "inspect", str(file), "--format", "json", "--output", str(path))
+    assert main(told) == 0
+    assert capsys.readouterr() == ("", "")
+    assert json.loads(path.read_text())["tokens"] == 50
+    assert files_below(tmp_path) == ["result.json", "turn.kvsnap"]
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result"
+    path.write_bytes(b"old")
+
+    def full(self: Path, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(CliError, match="No space left"):
+        write_file(path, b"new")
+    assert files_below(tmp_path) == ["result"]
+    assert path.read_bytes() == b"old"
 
 
 def test_a_pipe_is_written_and_stays_one(file: Path, tmp_path: Path) -> None:

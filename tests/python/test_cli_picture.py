@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from kvpager.report import ChunkTable, draw_strip, draw_strip_png
+from kvpager.cli.pictures import ChunkTable, draw_strip, draw_strip_png
 
 
 def table(chunks, *, scores=None, ages=None, grades=None, chunk_tokens=64):

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cli_snapshots import refused
 
+from kvpager._runtime.execution.runner import Runner
 from kvpager.cli import main
-from kvpager.execution.runner import Runner
-from kvpager.needles import shipped_model_path
+from kvpager.cli.needles import shipped_model_path
 from kvpager.verify import RELATIONS, relation, run
 
 SMALL = ("--rows", "32", "--chunk-tokens", "16", "--pool", "128", "--host", "128MiB")
@@ -124,13 +125,6 @@ def test_a_prompt_of_token_ids_is_used(capsys, quick):
     assert json.loads(out)["prompt_tokens"] > 6
 
 
-def test_the_result_goes_to_a_file_where_one_is_named(capsys, quick, tmp_path):
-    path = tmp_path / "report.json"
-    code, out, _ = verify(capsys, *SMALL, "-q", "--format", "json", "--output", path)
-    assert (code, out) == (0, "")
-    assert json.loads(path.read_text())["kept"]
-
-
 def test_experts_that_share_rows_are_refused_with_advice_and_end_with_3(capsys, experts):
     code, out, _ = verify(capsys, "--model", experts, "--linear", "torch", "-q", *SMALL)
     assert code == 3
@@ -145,22 +139,16 @@ def test_experts_that_treat_each_row_alone_are_verified(capsys, experts, quick):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "words"),
     [
-        (["--device", "cuda:63"], 3, "cuda:"),
-        (["--model", "/nowhere"], 3, "no such folder"),
-        (["--prompt", "text"], 3, "has no tokenizer"),
-        (["--experts", "magic"], 3, "--experts magic"),
-        (["--exact", "off"], 2, "promises nothing"),
-        (["--pool", "64"], 2, "--pool-tokens"),
+        (["--device", "cuda:63"], "cuda:"),
+        (["--model", "/nowhere"], "no such folder"),
+        (["--prompt", "text"], "has no tokenizer"),
+        (["--experts", "magic"], "--experts magic"),
     ],
 )
-def test_what_cannot_be_told_is_said_in_one_line(capsys, arguments, code, words):
-    found, out, err = verify(capsys, "-q", *arguments)
-    assert (found, out) == (code, "")
-    assert err.startswith("kvpager: ")
-    assert err.count("\n") == 1
-    assert words in err
+def test_what_cannot_be_told_is_said_in_one_line(capsys, arguments, words):
+    assert words in refused(capsys, "verify", "-q", *arguments, code=3)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +194,8 @@ def test_an_interruption_in_the_middle_leaves_no_files_and_no_process(
     assert out == ""
     assert err.splitlines()[-1] == f"kvpager: {words}"
     assert list(tmp_path.iterdir()) == []
+    while running(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # one that was just starting sees for itself that its parent has ended
     assert running(str(tmp_path)) == []
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from cli_snapshots import refused
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpager.cli import demo as command
-from kvpager.cli import demo_part, main
+from kvpager.cli import demo_part, demo_talk, main
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+import text_models
+
+BITS = ("--only", "bits")
 SMALL = ("--context", "2048", "--pool", "256", "--chunks", "8", "--needles", "6", "--host", "64MiB")
 
 
@@ -35,14 +37,14 @@ def parts(monkeypatch):
 
 
 def demo(capsys, *arguments, code=0):
-    assert main(["demo", "--format", "json", "-q", *map(str, arguments)]) == code
+    assert main(["demo", *BITS, "--format", "json", "-q", *map(str, arguments)]) == code
     out, err = capsys.readouterr()
     assert err == ""
     return json.loads(out)
 
 
 def test_turns_in_new_processes_continue_without_one_different_bit(capfd):
-    code = main(["demo", *SMALL, "--format", "json", "--turns", "2", "--seed", "3"])
+    code = main(["demo", *BITS, *SMALL, "--format", "json", "--turns", "2", "--seed", "3"])
     out, err = capfd.readouterr()
     assert code == 0, err
     values = json.loads(out)  # one object and nothing else
@@ -117,7 +119,7 @@ def test_the_verdict_of_a_failed_run_says_so(capsys, parts):
         save_file({"logits": torch.zeros(8, 1024)}, Path(job["workdir"]) / "turn1.logits")
 
     parts["reference"] = forget
-    assert main(["demo", "-q", *SMALL]) == 1
+    assert main(["demo", "-q", *BITS, *SMALL]) == 1
     out, err = capsys.readouterr()
     assert "FAILED" in out
     assert "turn 1: logits" in out
@@ -152,29 +154,28 @@ def test_a_model_of_which_nothing_is_known_shows_bits_and_no_needles(capsys, par
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (("--only", "talk", "--model", "x"), 2, "--only talk has no meaning with --model"),
+        (("--only", "talk", "--document", "/no/such"), 1, "--document /no/such: No such file"),
         (("--turns", "1"), 2, "--turns is 1"),
         (("--needles", "2"), 2, "--needles is 2"),
+        (("--pool", "auto"), 2, "expected a number of tokens"),
         (("--context", "0"), 2, "--context"),
         (("--context", "300", "--needles", "90"), 2, "do not fit"),
         (("--model", "/no/such/model"), 1, "no such folder"),
         (("--output", "/no/such/folder/x.json"), 1, "there is no folder"),
-        (("--needels", "3"), 2, "did you mean --needles?"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(
     capsys, monkeypatch, arguments, code, message
 ):
-    monkeypatch.setattr(command, "run_part", lambda *job: pytest.fail("something ran"))
-    assert main(["demo", *arguments]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
+    for module in (command, demo_talk):
+        monkeypatch.setattr(module, "run_part", lambda *job: pytest.fail("something ran"))
+    assert message in refused(capsys, "demo", *arguments, code=code)
 
 
 def test_the_failure_of_a_part_is_told_in_one_line(capfd):
     arguments = ["--context", "2048", "--host", "1MiB", "--pool", "256", "--chunks", "4"]
-    assert main(["demo", "-q", *arguments]) == 1
+    assert main(["demo", "-q", *BITS, *arguments]) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
@@ -182,68 +183,74 @@ def test_the_failure_of_a_part_is_told_in_one_line(capfd):
     assert "bytes" in err
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)]
-)
-def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, number):
-    scratch, here = tmp_path / "scratch", tmp_path / "here"
-    scratch.mkdir()
-    here.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvpager.cli", "demo", "--context", "65536"],
-        cwd=here,
-        env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A background job of a shell ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+# The conversation.
+
+
+@pytest.fixture
+def speaks(monkeypatch, tmp_path):
+    """A small model stands for the one that answers; returns options of the command."""
+    text_models.model().save_pretrained(tmp_path / "model")
+    text_models.byte_level().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(demo_talk, "packaged_model", lambda: tmp_path / "model")
+    (tmp_path / "document").write_text("A cache keeps what was computed. " * 120)
+    return ["demo", "--only", "talk", "--document", str(tmp_path / "document")]
+
+
+@pytest.fixture
+def talk(capsys, monkeypatch, speaks):
+    """Holds the conversation in this process; returns its JSON. `before` runs before a part."""
+
+    def run(code=0, **before):
+        def run_here(name, job):
+            before.get(job["part"], lambda job: None)(job)
+            return demo_talk.work(job, Path(job["workdir"]))
+
+        monkeypatch.setattr(demo_talk, "run_part", run_here)
+        capsys.readouterr()
+        assert main([*speaks, "--json", "-q"]) == code
+        out, err = capsys.readouterr()
+        assert err == ""
+        return json.loads(out)["talk"]
+
+    return run
+
+
+def test_a_conversation_larger_than_its_pool_goes_on_in_another_process_bit_for_bit(talk):
+    values = talk()
+    assert values["differing_bits"] == 0
+    assert values["pool_tokens"] < values["turns"][0]["computed_tokens"]
+    assert values["compared_bits"] > 8 * 1024 * values["pool_tokens"]
+    assert len(values["turns"]) == 4
+    for turn in values["turns"][1:]:
+        assert turn["computed_tokens"] < 80 < turn["prompt_tokens"]
+    assert values["restored_tokens"] > values["turns"][2]["prompt_tokens"]
+    assert values["transformers_whole_s"] > 0
+
+
+def test_a_flipped_bit_of_the_conversation_fails_the_demo_and_is_located(talk):
+    def flip(job):
+        path = Path(job["workdir"]) / "logits.kvsnap"
+        logits = load_file(path)["logits"]
+        logits.view(torch.int32)[7] ^= 16
+        save_file({"logits": logits}, path)
+
+    values = talk(code=1, whole=flip)
+    assert values["differing_bits"] == 1
+    assert values["first_difference"].startswith("logits after the last answer [7]: ")
+
+
+def test_a_conversation_in_processes_of_its_own_is_printed(capfd, speaks):
+    assert main(speaks) == 0
+    out, err = capfd.readouterr()
+    assert "a new process restores it and answers another question" in err
+    assert out.count("\n> ") == 4
+    assert "differing bits           0 of " in out
+    assert "kvpager, restored: " in out
+
+
+def test_without_a_model_that_answers_the_demo_says_what_it_leaves_out(capsys, monkeypatch):
+    monkeypatch.setattr(demo_talk, "packaged_model", lambda: None)
+    assert main(["demo", "--only", "talk"]) == 0
+    assert "The conversation was left out: there is no model that answers; `pip install" in (
+        capsys.readouterr().out
     )
-    try:
-        child = _child_of(process)
-        assert any(scratch.iterdir())
-        time.sleep(0.5)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-    assert out == ""
-    assert "Traceback" not in err
-    assert err.splitlines()[-1] in ("kvpager: interrupted", "kvpager: terminated")
-    assert [*scratch.iterdir(), *here.iterdir()] == []
-    assert not Path(f"/proc/{child}").exists()
-
-
-@pytest.mark.deep
-def test_a_part_ends_with_the_demo_that_started_it(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvpager.cli", "demo", "--context", "65536"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        child = Path(f"/proc/{_child_of(process)}")
-    finally:
-        process.kill()
-        process.wait()
-    for _ in range(600):
-        if not child.exists() or ") Z " in (child / "stat").read_text():
-            return
-        time.sleep(0.1)
-    pytest.fail("the part went on")
-
-
-def _child_of(process):
-    """Process id of the part that runs, once one does."""
-    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    for _ in range(1200):
-        assert process.poll() is None
-        for child in path.read_text().split():
-            if b"demo_part" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        time.sleep(0.1)
-    pytest.fail("no part was started")

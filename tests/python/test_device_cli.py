@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+from cli_snapshots import told_json
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 from devices import DEVICES, require
-
-from kvpager.cli import main
 
 SMALL = ["--pool", "256", "--rows", "16", "--chunk-tokens", "16", "--host", "16MiB"]
 IDS = ",".join(str(3 + i * 7 % 60) for i in range(70))
@@ -23,10 +21,7 @@ def device(request):
 
 
 def run(capsys, *arguments):
-    code = main([*map(str, arguments), "--format", "json", "-q"])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    return json.loads(out)
+    return told_json(capsys, *arguments, "-q")
 
 
 def test_text_and_scores_of_the_reference_order_are_those_of_the_cpu(model_dir, tmp_path, capsys):
@@ -59,13 +54,10 @@ def test_a_saved_turn_goes_on_where_it_was_saved(device, model_dir, tmp_path, ca
 
 
 @pytest.mark.cuda
-def test_the_demo_runs_on_a_gpu(tmp_path, capsys):
+def test_the_demo_runs_on_a_gpu(capsys):
     require("cuda")
-    told = run(
-        capsys,
-        *("demo", "--device", "cuda", "--context", 4096, "--needles", 4, "--turns", 2),
-        *("--plot", "none", "--workdir", tmp_path),
-    )
+    small = ("--context", 4096, "--needles", 4, "--turns", 2)
+    told = run(capsys, "demo", "--device", "cuda", *small)
     assert told["differing_bits"] == 0
 
 

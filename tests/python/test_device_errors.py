@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpager import _core, numerics
+from kvpager import _core
+from kvpager._model.weights import numerics
 from kvpager.cli import main
-from kvpager.config import PagerConfig
-from kvpager.config_json import config_from_json, config_to_json
+from kvpager.config import PagerConfig, config_from_json, config_to_json
 from kvpager.errors import DeviceError, InvalidArgumentError, PagerError
 from kvpager.pager import Layout, Pager, device
 
@@ -166,7 +166,7 @@ def test_info_tells_the_devices_there_are(found, capsys):
 def test_info_tells_why_there_is_none(found, capsys):
     found(NO_PLUGIN)
     assert main(["info"]) == 0
-    assert "no plug-in was found; build kvpager where nvcc is found" in capsys.readouterr().out
+    assert "no plug-in was found; build kvpager with KVPAGER_CUDA=ON" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "verify", "demo"])
@@ -202,6 +202,7 @@ def test_the_environment_names_a_device(model_dir, found, capsys, monkeypatch):
             {},
             None,
         ),
+        ("import sys; sys.modules['vllm'] = object()", {}, None),
     ],
 )
 def test_cublas_is_given_one_workspace_before_cuda_starts_and_never_another(
@@ -251,7 +252,7 @@ def test_both_names_of_a_switch_at_once_are_told_as_such():
         "import torch\n"
         "torch.backends.cuda.matmul.allow_tf32 = True\n"
         "torch.backends.cuda.matmul.fp32_precision = 'ieee'\n"
-        "from kvpager import numerics\n"
+        "from kvpager._model.weights import numerics\n"
         "s = numerics.settings(torch.device('cuda', 0))\n"
         "print(s['torch.backends.cuda.matmul.fp32_precision'])"
     )

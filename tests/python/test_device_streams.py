@@ -12,7 +12,7 @@ import torch
 
 from kvpager.config import PagerConfig
 from kvpager.pager import Forward, Layout, Pager
-from kvpager.pager.device import Place
+from kvpager.pager.device import PoolDevice
 
 LAYOUT = Layout(1, 1, 16, 16, chunk_tokens=16)
 GPU = torch.device("cuda", 0)
@@ -37,7 +37,7 @@ def streams(monkeypatch):
     return heard
 
 
-def a_pager(place: Place) -> Pager:
+def a_pager(place: PoolDevice) -> Pager:
     """A pager on the CPU that takes itself to be elsewhere."""
     pager = Pager(LAYOUT, PagerConfig(4 * 16, chunk_tokens=16), rows=1, threads=1)
     pager.place = place
@@ -58,7 +58,7 @@ def current(monkeypatch):
 
 
 def test_each_call_takes_the_stream_that_is_current(current, streams):
-    pager = a_pager(Place("cuda:0", GPU))
+    pager = a_pager(PoolDevice("cuda:0", GPU))
     rows = np.zeros((1, 1, 16), dtype=np.float32)
     current.cuda_stream = 11
     forward = pager.begin([pager.sequence()], [0], [0], [0])
@@ -73,7 +73,7 @@ def test_each_call_takes_the_stream_that_is_current(current, streams):
 
 def test_there_is_no_stream_on_the_cpu(current, streams):
     rows = np.zeros((1, 1, 16), dtype=np.float32)
-    for place in (Place("cpu", torch.device("cpu")), Place("shim", torch.device("cpu"))):
+    for place in (PoolDevice("cpu", torch.device("cpu")), PoolDevice("shim", torch.device("cpu"))):
         current.cuda_stream = 5
         pager = a_pager(place)
         with pager.begin([pager.sequence()], [0], [0], [0]) as forward:

@@ -22,8 +22,8 @@ from kvpager.errors import (
 )
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager.stores.lock import Hold, exclusive, in_use
-from kvpager.stores.plan import MAX_PACKS, MERGED_PACKS
 from kvpager.stores.settings import parse_ttl
+from kvpager.stores.sharing import MAX_PACKS, MERGED_PACKS
 
 # What is saved comes back.
 
@@ -221,6 +221,23 @@ def test_a_creation_that_was_interrupted_is_finished_by_the_next(
     author.save(store, "turn", text(C))
     assert store.gc().temporaries == 0  # the save has swept it
     assert not (folder / ".kvsnap-0123456789abcdef.tmp").exists()
+
+
+def test_a_segment_note_of_a_newer_release_is_a_sound_snapshot(
+    store: DirectoryStore, author: Author
+) -> None:
+    tokens = text(2 * C + 3)
+    newer = {"segment": {"version": 2, "name": "c", "tokens": 3, "digest": "0"}}
+    store.save(
+        "segment-c",
+        author.content(tokens),
+        fingerprint=author.pager.fingerprint_json,
+        session=json.dumps(newer),
+    )
+    (entry,) = store.entries()
+    assert (entry.name, entry.tokens, entry.error) == ("segment-c", len(tokens), None)
+    assert entry.segment is None
+    author.check(store.open("segment-c"), tokens)
 
 
 def test_a_store_of_a_newer_version_is_refused_by_name(store: DirectoryStore) -> None:

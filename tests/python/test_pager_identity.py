@@ -1,12 +1,16 @@
-"""A pager takes its own sequences, pins and forwards, told by what they are and not by a number."""
+"""A pager and its snapshots: which may be restored into which, and what an interrupt leaves."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from interrupted_pager import OPERATIONS, expected_row, interrupt
 
+from kvpager import FingerprintMismatchError
 from kvpager.config import Dense, PagerConfig
 from kvpager.errors import InvalidArgumentError
 from kvpager.pager import ROW_COMMIT, ROW_GIVEN, ROW_READ, Layout, Pager, Sequence
@@ -251,3 +255,50 @@ def test_something_else_in_the_place_of_a_sequence_is_named():
         pager.begin_spans([(7, 0, 4, ROW_COMMIT)], TOKENS[:4])
     with pytest.raises(InvalidArgumentError, match=r"sequences\[1\]: .*str.*, expected a Sequence"):
         pager.begin([None, "a"], [0, 0], [0, 0], [2, 0])
+
+
+LAYOUT_16 = Layout(layers=1, kv_heads=1, k_dim=16, v_dim=16, chunk_tokens=16)
+
+
+def make_pager(layout: Layout = LAYOUT_16, fingerprint: str = "a", **options: Any) -> Pager:
+    config = PagerConfig(pool_tokens=64, chunk_tokens=16, host_bytes="1MiB", **options)
+    return Pager(layout, config, rows=16, fingerprint={"model": fingerprint}, threads=1)
+
+
+@pytest.fixture(params=[5, 40], ids=["tail only", "sealed chunks"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    kv = np.random.default_rng(0).standard_normal((1, request.param, 1, 16), dtype=np.float32)
+    sequence = make_pager().sequence(salt="tenant")
+    sequence.append(np.arange(request.param), kv, kv)
+    sequence.save(tmp_path / "turn.kvsnap")
+    return tmp_path / "turn.kvsnap"
+
+
+@pytest.mark.parametrize(
+    ("field", "pager", "salt"),
+    [
+        ("salt", {}, "other"),
+        ("layout", {"layout": Layout(1, 1, 32, 16, chunk_tokens=16)}, "tenant"),
+        ("model", {"fingerprint": "b"}, "tenant"),
+    ],
+)
+def test_another_salt_layout_or_model_is_refused_by_name(
+    saved: Path, field: str, pager: dict[str, Any], salt: str
+) -> None:
+    other = make_pager(**pager)
+    before = other.stats()
+    with pytest.raises(FingerprintMismatchError) as refused:
+        other.restore(other.open_snapshot(saved), salt=salt)
+    assert refused.value.field == field
+    assert other.stats() == before
+    other.check_invariants()
+
+
+@pytest.fixture(scope="module")
+def expected() -> bytes:
+    return expected_row()
+
+
+@pytest.mark.parametrize("operate", OPERATIONS, ids=lambda operate: operate.__name__)
+def test_an_interrupt_at_any_return_leaves_nothing_behind(operate, tmp_path, expected):
+    assert interrupt(operate, expected, tmp_path).interrupted >= 1

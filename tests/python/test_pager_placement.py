@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits2_oracle import bits2_score
 
 from kvpager.config import Dense, PagerConfig, TopK, Window
 from kvpager.pager import ROW_COMMIT, ROW_PADDING, Layout, Pager
@@ -222,14 +223,14 @@ def test_outputs_are_attention_over_the_chosen_chunks(
 def naive_top_k(
     rows: dict[str, np.ndarray], layer: int, position: int, kv: int, picks: TopK
 ) -> list[int]:
-    """TopK as `exact` scores mean it: by the best key of a chunk for any query head."""
+    """TopK by the oracle's scores: of the best key of a chunk for any query head."""
     recent = max(0, (position + 1 - picks.recent) // C)
     always = {c for a, b in picks.always for c in range(a // C, -(-b // C))}
     sinks = -(-picks.sinks // C)
     fixed = {c for c in range(position // C + 1) if c < sinks or c >= recent or c in always}
-    q = rows["q"][layer, position, kv * GROUP : (kv + 1) * GROUP].astype(np.float64)
+    q = rows["q"][layer, position, kv * GROUP : (kv + 1) * GROUP]
     candidates = [c for c in range(recent) if c not in fixed]
-    best = [float((rows["k"][layer, c * C : (c + 1) * C, kv] @ q.T).max()) for c in candidates]
+    best = [bits2_score(rows["k"][layer, c * C : (c + 1) * C, kv], q) for c in candidates]
     order = sorted(range(len(candidates)), key=lambda i: (-best[i], candidates[i]))
     return sorted(fixed | {candidates[i] for i in order[: picks.chunks]})
 
@@ -237,7 +238,7 @@ def naive_top_k(
 def test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest(
     rows: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    picks = TopK(chunks=3, sinks=C, recent=2 * C, always=((5 * C, 6 * C),), scorer="exact")
+    picks = TopK(chunks=3, sinks=C, recent=2 * C, always=((5 * C, 6 * C),))
     layout = Layout(LAYERS, KV_HEADS, DIM, DIM, chunk_tokens=C)
     pager = Pager(layout, config(tmp_path, picks, pool=4), rows=M, threads=1)
     sequence = pager.sequence()

@@ -11,6 +11,7 @@ import pytest
 
 from kvpager import (
     CorruptSnapshotError,
+    FingerprintMismatchError,
     InvalidArgumentError,
     Layout,
     Pager,
@@ -27,11 +28,11 @@ LENGTH = 5 * C + 3
 PAYLOAD_AT = 4096
 
 
-def make(**options: Any) -> Pager:
+def make(layout: Layout = LAYOUT, model: str = "a", **options: Any) -> Pager:
     config = PagerConfig(
         **{"pool_tokens": 6 * C, "chunk_tokens": C, "host_bytes": "1MiB"} | options
     )
-    return Pager(LAYOUT, config, rows=16, fingerprint={"model": "a"}, threads=1)
+    return Pager(layout, config, rows=16, fingerprint={"model": model}, threads=1)
 
 
 def fill(pager: Pager, length: int = LENGTH, seed: int = 0, salt: str = "") -> Sequence:
@@ -270,3 +271,25 @@ def test_what_a_pager_saves_is_named_in_the_session_with_its_salt(tmp_path: Path
 def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nothing-here"):
         open_snapshot(tmp_path / "nothing-here")
+
+
+@pytest.mark.parametrize("length", [5, 2 * C + 8], ids=["tail only", "sealed chunks"])
+@pytest.mark.parametrize(
+    ("field", "pager", "salt"),
+    [
+        ("salt", {}, "other"),
+        ("layout", {"layout": Layout(2, 1, 32, 16, chunk_tokens=C)}, "tenant"),
+        ("model", {"model": "b"}, "tenant"),
+    ],
+)
+def test_another_salt_layout_or_model_is_refused_by_name(
+    tmp_path: Path, length: int, field: str, pager: dict[str, Any], salt: str
+) -> None:
+    fill(make(), length, salt="tenant").save(tmp_path / "turn.kvsnap")
+    other = make(**pager)
+    before = other.stats()
+    with pytest.raises(FingerprintMismatchError) as refused:
+        other.restore(other.open_snapshot(tmp_path / "turn.kvsnap"), salt=salt)
+    assert refused.value.field == field
+    assert other.stats() == before
+    other.check_invariants()

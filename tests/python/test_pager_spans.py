@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpager import InvalidArgumentError, Layout, Pager, PagerConfig
-from kvpager.execution.batch import Batch
+from kvpager._runtime.execution.batch import Batch
 from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Forward, Sequence
 
 C, M = 16, 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -11,14 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kvpager import Engine, Layout, Pager, PagerConfig, TopK
-from kvpager.cli import main
-from kvpager.cli.commands import parse
-from kvpager.cli.failure import UsageError
-from kvpager.cli.pager_options import pager_config
-from kvpager.config import free_memory, physical_memory
-from kvpager.config_json import config_from_json, config_to_json
+from kvpager._model.facts import checked_model as opening
+from kvpager.config import config_from_json, config_to_json, free_memory, physical_memory
 from kvpager.errors import CapacityError, InvalidArgumentError
-from kvpager.opening import choices as opening
 from kvpager.plan import choose_pool
 
 MIB = 1 << 20
@@ -143,6 +139,9 @@ class TestEngine:
             assert engine.plan.free_bytes == 4 << 30
         assert str(engine.plan) in caplog.text
         assert "the longest context and a forward" in caplog.text
+        assert "4.0 GiB free, " in str(engine.plan)
+        without_unit = r"\d(?![\d.,]| ?([KMG]i)?B\b| tokens)"
+        assert re.search(without_unit, str(engine.plan)) is None
 
     def test_with_a_number_there_is_no_plan(self, model):
         with Engine(model, pool_tokens=1024) as engine:
@@ -169,26 +168,3 @@ class TestEngine:
         with pytest.raises(CapacityError, match='pool_tokens is "auto"'):
             Engine(model, pool_tokens="auto")
         assert model.config._attn_implementation == before
-
-
-class TestCommands:
-    def test_generate_takes_auto(self, model_dir, capsys):
-        arguments = ["generate", "--model", str(model_dir), "--ids", "1,2,3", "-q"]
-        code = main([*arguments, "--pool", "auto", "--max-new-tokens", "2", "--host", "64MiB"])
-        out, err = capsys.readouterr()
-        assert (code, err) == (0, "")
-        assert out.strip()
-
-    def test_the_environment_may_say_auto(self, monkeypatch):
-        monkeypatch.setenv("KVPAGER_POOL_TOKENS", "auto")
-        assert pager_config(parse(["generate", "--model", "x"])).pool_tokens == "auto"
-
-    @pytest.mark.parametrize("command", ["verify", "demo"])
-    def test_commands_that_compare_pools_want_a_number(self, command, capsys):
-        code = main([command, "--pool", "auto"])
-        assert code == 2
-        assert 'is "auto"; expected a number of tokens' in capsys.readouterr().err
-
-    def test_a_typo_names_what_is_accepted(self):
-        with pytest.raises(UsageError, match=r'--pool-tokens is .atuo.*"auto"'):
-            pager_config(parse(["generate", "--model", "x", "--pool", "atuo"]))

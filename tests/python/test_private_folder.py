@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvpager.private_folder import NotPrivateError, private_folder
+from kvpager._support.private_folder import NotPrivateError, private_folder
 
 OTHER = 65534  # user nobody
 

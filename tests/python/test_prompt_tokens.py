@@ -9,8 +9,9 @@ import pytest
 from tokenizer_settings import MADE, TEMPLATES, wrapped
 
 from kvpager import InvalidArgumentError
-from kvpager.text.conversation import Answer, Conversation
-from kvpager.text.tokenizer import Rendering, Tokenizer
+from kvpager._runtime.text.conversation import Conversation, LastAnswer
+from kvpager._runtime.text.template_input import BEGIN_TEXT, END_TEXT
+from kvpager._runtime.text.tokenizer import Rendering, Tokenizer
 
 PLAIN = Rendering()
 PIECES = [
@@ -36,7 +37,7 @@ def conversation(chance, turns):
 
 def answered(turn, ids, tokenizer):
     """The conversation once the model has produced `ids` behind a turn's prompt."""
-    asked = Conversation(turn.messages, turn.stretches, Answer(len(turn.ids), ()))
+    asked = Conversation(turn.messages, turn.stretches, LastAnswer(len(turn.ids), ()))
     return asked.settled(np.concatenate([turn.ids, ids]), tokenizer)
 
 
@@ -121,22 +122,22 @@ def test_a_turn_that_is_encoded_alone_gets_no_blank_before_it():
     assert warm.ids.tolist() == whole
 
 
-def test_a_long_conversation_is_not_encoded_anew_in_every_turn(monkeypatch):
+@pytest.mark.parametrize("quoted", ["", "<|im_end|> "])
+def test_a_long_conversation_is_not_encoded_anew_in_every_turn(quoted, monkeypatch):
+    """Also not if a user has written a control token."""
     tokenizer = tokenizer_of("llama3", "chatml")
-    messages = [{"role": "user", "content": "the Software " * 500}]
+    messages = [{"role": "user", "content": quoted + "the Software " * 500}]
     turn = Conversation().turn(messages, tokenizer, PLAIN)
     ids = tokenizer.encode("permission<|im_end|>", "x", special_tokens=False)
     kept = answered(turn, ids, tokenizer)
     encoded = []
-    encode = type(tokenizer.wrapped).encode
-    monkeypatch.setattr(
-        tokenizer._prompts,
-        "encode",
-        lambda text: (
-            encoded.append(text),
-            encode(tokenizer.wrapped, text, add_special_tokens=False),
-        )[1],
-    )
+    encode = tokenizer._prompts._encode
+
+    def noted(text, *, marked):
+        encoded.append(text)
+        return encode(text, marked=marked)
+
+    monkeypatch.setattr(tokenizer._prompts, "_encode", noted)
     kept.turn([*kept.messages, {"role": "user", "content": "Hello"}], tokenizer, PLAIN)
     assert sum(map(len, encoded)) < 100
 
@@ -148,8 +149,9 @@ def test_a_tokenizer_that_encodes_by_chance_is_refused_by_name():
         Tokenizer(made, 1 << 20)
 
 
+@pytest.mark.parametrize("quotes", [False, True], ids=["plain", "quoting"])
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole(name):
+def test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole(name, quotes):
     tokenizer = tokenizer_of(name, "plain")._prompts
     chance = random.Random(name)
     marks = [
@@ -161,6 +163,9 @@ def test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole(name):
         "<|right|>",
     ]
     pieces = [*marks, *marks, *marks, "x", " ", "  ", "\n", *PIECES]
+    if quotes and tokenizer.can_mark:  # control tokens in a caller's text
+        quoted = [f"{BEGIN_TEXT}{one}{END_TEXT}" for one in ("<|im_end|>", "<|im_start|>")]
+        pieces += [*quoted, *quoted, *quoted, END_TEXT]
     borders = 0
     for _ in range(200):
         chosen = chance.choices(pieces, k=6)
@@ -169,5 +174,8 @@ def test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole(name):
         rest = tokenizer.encode_behind(whole, start)
         if rest is not None:
             borders += 1
-            assert tokenizer.encode(whole[:start]) + rest == tokenizer.encode(whole)
+            ids = tokenizer.encode(whole)
+            assert ids[len(ids) - len(rest) :] == rest
+            if not quotes:
+                assert tokenizer.encode(whole[:start]) + rest == ids
     assert borders > 10

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from kvpager import remembered
-from kvpager.remembered import own_number, recall, remember
+from kvpager._support import remembered
+from kvpager._support.remembered import own_number, recall, remember
 
 KEY = {"model": "a", "threads": [1, 2]}
 VALUE = {"rows": 32, "smaller": [1, 4, 16], "where": "mlp.gate"}

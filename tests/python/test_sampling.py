@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 
 from kvpager import InvalidArgumentError, NonFiniteError
-from kvpager.sampling import Sampling, log_probability, top_log_probabilities
-from kvpager.scheduling.generation_config import (
+from kvpager._runtime.scheduling.generation_config import (
     DEFAULTS_OF_TRANSFORMERS,
     HONOURED,
     IGNORED,
@@ -21,7 +20,8 @@ from kvpager.scheduling.generation_config import (
     REFUSED_OF_SAMPLING,
     options_of,
 )
-from kvpager.scheduling.options import sampling_of, with_defaults
+from kvpager._runtime.scheduling.options import sampling_of, with_defaults
+from kvpager.sampling import Sampling, log_probability, top_log_probabilities
 
 VOCAB = 500
 

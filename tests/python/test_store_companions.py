@@ -17,8 +17,8 @@ from kvpager.cli import main
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.stores import DirectoryStore, FileStore
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.companion import CompanionSnapshot
-from kvpager.stores.companions import named_companions, owner_of
+from kvpager.stores.companions import CompanionSnapshot, named_companions, owner_of
+from kvpager.stores.names import INDEX_FILES
 from kvpager.stores.saving import Saving
 
 
@@ -99,7 +99,7 @@ def test_deleting_a_snapshot_deletes_its_companions(any_store, author, draft, tm
     with pytest.raises(StorageError):
         store.open(f"{name}.draft")
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.name for path in left} <= {"store.json", "lock"}
+    assert {path.name for path in left} <= {"store.json", "lock", *INDEX_FILES}
 
 
 def test_a_save_replaces_the_companion(any_store, author, draft):
@@ -373,9 +373,10 @@ def test_the_bond_outlives_a_collection_that_moves_chunks(store, author, draft):
 def test_a_sessions_companions_are_found_in_a_catalogue_read_anew(store, author, draft):
     save(author, draft, store, "chat", text(3 * C))
     catalogue = Catalogue(store.path)
-    catalogue.refresh()
-    assert catalogue.owners() == {"chat.draft": "chat"}
+    catalogue.rebuild(0o600)
+    assert [one.manifest.name for one in catalogue.companions("chat")] == ["chat.draft"]
     assert catalogue.orphans() == []
+    catalogue.index.close()
 
 
 def test_threads_that_save_one_name_leave_a_pair_that_agrees(folder):

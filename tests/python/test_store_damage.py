@@ -1,4 +1,4 @@
-"""What nobody needs is swept from a directory store; what is damaged costs itself alone."""
+"""Damaged and irregular files of a store: what is reported, what is kept, what is removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from small_store import (
 
 from kvpager import _core
 from kvpager.errors import CorruptSnapshotError, InvalidArgumentError, StorageError
-from kvpager.stores import DirectoryStore, catalogue, sidecar
+from kvpager.stores import DirectoryStore, catalogue, tables
 from kvpager.stores.lock import Hold
 
 # Garbage.
@@ -238,6 +238,7 @@ def test_under_a_budget_packs_of_a_damaged_manifest_go_before_sound_snapshots(
     store = DirectoryStore(folder, byte_budget=3 * one(author, tmp_path) + SLACK)
     fill(author, store, 3)
     damage(store, folder / "snapshots" / "s1.kvsnap", "zeros")
+    store.entries()  # looks at every file
     author.save(store, "s3", text(3 * C, seed=3))
     assert names(store) == ["s0", "s1", "s2", "s3"]
     for name, seed, chunks in (("s0", 0, 4), ("s2", 2, 4), ("s3", 3, 3)):
@@ -377,9 +378,10 @@ def test_a_file_that_cannot_be_read_breaks_no_other_snapshot(
     else:
         bad = packs(folder)[0].with_suffix(".damaged")
         bad.write_text("[]")
-    for module in (sidecar, catalogue):
+    for module in (tables, catalogue):
         monkeypatch.setattr(module, "read_json", partial(failing, module.read_json, bad))
     again = DirectoryStore(store.path)
+    again.reindex()
     errors = sorted(entry.error is not None for entry in again.entries())
     assert errors == [False, True]
     author.save(again, "third", text(C, 2))
@@ -389,6 +391,34 @@ def failing(read: Callable[..., Any], bad: Path, path: str, *args: Any) -> Any:
     if Path(path) == bad:
         raise OSError(errno.EIO, "Input/output error")
     return read(path, *args)
+
+
+def test_numbers_in_a_list_of_damage_that_no_chunk_has_mean_nothing(
+    author: Author, store: DirectoryStore
+) -> None:
+    author.save(store, "turn", text(2 * C))
+    packs(store.path)[0].with_suffix(".damaged").write_text(f"[-3, 7, {10**30}]")
+    (entry,) = store.entries()
+    assert entry.error is None
+    assert store.gc().damaged == ()
+    found = store.find_prefix(author.hashes(text(2 * C)))
+    assert found is not None
+    author.check(found, text(2 * C))
+
+
+def test_a_pack_that_could_not_be_read_for_a_while_is_as_damaged_as_before(
+    author: Author, store: DirectoryStore
+) -> None:
+    author.save(store, "turn", text(4 * C))
+    flip(packs(store.path)[0], FRONT + CHUNK + 100)
+    assert [chunk for chunk, _, _ in store.verify("turn")] == [1]
+    _core.arm_fault("snapshot.read", 0, errno.EIO)
+    store.reindex()
+    _core.disarm_faults()
+    (entry,) = store.entries()
+    assert entry.error is not None
+    assert "chunks [1]" in entry.error
+    assert author.save(store, "turn", text(4 * C)).chunks_written == 1
 
 
 def test_a_pack_that_was_exchanged_for_a_smaller_one_is_told(
@@ -430,3 +460,121 @@ def test_other_files_in_the_folders_are_counted_and_left_alone(
     assert store.stats()["bytes"] == size(store.path)
     assert len(files(store.path)) == 3 + 4
     assert names(store) == ["turn"]
+
+
+def as_symlink(path: Path) -> None:
+    moved = path.parents[2] / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+def as_dangling_symlink(path: Path) -> None:
+    path.rename(path.parents[2] / "moved")
+    path.symlink_to("nowhere")
+
+
+def as_fifo(path: Path) -> None:
+    path.rename(path.parents[2] / "moved")
+    os.mkfifo(path)
+
+
+def as_folder(path: Path) -> None:
+    path.rename(path.parents[2] / "moved")
+    path.mkdir()
+
+
+def in_a_folder(path: Path) -> None:
+    folder = path.with_name("older")
+    folder.mkdir()
+    path.rename(folder / path.name)
+
+
+def as_no_text(path: Path) -> None:
+    path.rename(path.parents[2] / "moved")
+    Path(os.fsdecode(os.fsencode(path.parent) + b"/\xff.kvsnap")).symlink_to("nowhere")
+
+
+MOVES = [as_no_text, as_symlink, as_dangling_symlink, as_fifo, as_folder, in_a_folder]
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("remove_damaged", [False, True])
+def test_gc_keeps_the_packs_of_what_it_cannot_read(
+    author: Author,
+    store: DirectoryStore,
+    folder: Path,
+    move: Callable[[Path], None],
+    remove_damaged: bool,
+) -> None:
+    author.save(store, "one", text(4 * C, seed=1))
+    author.save(store, "two", text(4 * C, seed=2))
+    kept = packs(folder)
+    path = folder / "snapshots" / "one.kvsnap"
+    store.pin("one")
+    before = path.read_bytes()
+    move(path)
+    for opened in (store, DirectoryStore(folder)):
+        report = opened.gc(remove_damaged=remove_damaged)
+        assert packs(folder) == kept
+        assert any("snapshots/" in where for where, _ in report.damaged)
+        assert report.damaged_removed == ()
+    # Saves, deletions and evictions look for packs that nobody needs as well.
+    author.save(store, "three", text(4 * C, seed=3))
+    store.delete("three")
+    assert set(kept) <= set(packs(folder))
+    for there in sorted(path.parent.rglob("*")):
+        if there.is_symlink() or there.is_fifo():
+            there.unlink()
+    if path.is_dir():
+        path.rmdir()
+    elif (inside := path.parent / "older").exists():
+        (inside / path.name).unlink()
+        inside.rmdir()
+    path.write_bytes(before)
+    author.check(store.open("one"), text(4 * C, seed=1))
+    assert store.gc().damaged == ()
+
+
+def test_a_budget_evicts_what_is_known_and_keeps_the_packs_of_what_is_not(
+    author: Author, store: DirectoryStore, folder: Path
+) -> None:
+    author.save(store, "one", text(4 * C, seed=1))
+    author.save(store, "two", text(4 * C, seed=2))
+    kept = packs(folder)
+    as_symlink(folder / "snapshots" / "one.kvsnap")
+    with pytest.raises(Exception, match="byte_budget is 1;"):
+        DirectoryStore(folder, byte_budget=1)
+    assert packs(folder) == kept
+
+
+def test_a_pack_behind_a_symlink_costs_no_snapshot(
+    author: Author, store: DirectoryStore, folder: Path, tmp_path: Path
+) -> None:
+    author.save(store, "one", text(4 * C, seed=1))
+    pack = packs(folder)[0]
+    pack.rename(tmp_path / "elsewhere")
+    pack.symlink_to(tmp_path / "elsewhere")
+    report = DirectoryStore(folder).gc(remove_damaged=True)
+    assert report.damaged_removed == ()
+    assert any(str(pack) in where for where, _ in report.damaged)
+    pack.unlink()
+    (tmp_path / "elsewhere").rename(pack)
+    author.check(store.open("one"), text(4 * C, seed=1))
+
+
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("place", ["packs", "snapshots"])
+def test_a_store_without_its_settings_is_an_error_and_not_one_without_a_budget(
+    author: Author, folder: Path, create: bool, place: str
+) -> None:
+    store = DirectoryStore(folder, byte_budget="1GiB")
+    author.save(store, "one", text(4 * C, seed=1))
+    settings = (folder / "store.json").read_bytes()
+    (folder / "store.json").unlink()
+    for file in (folder / {"packs": "snapshots", "snapshots": "packs"}[place]).iterdir():
+        file.rename(folder.parent / file.name)
+    with pytest.raises(CorruptSnapshotError, match=rf"store.json: missing, though {place}/"):
+        DirectoryStore(folder, create=create)
+    assert not (folder / "store.json").exists()
+    (folder / "store.json").write_bytes(settings)
+    assert DirectoryStore(folder).byte_budget == 1 << 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from small_store import CHUNK, SLACK, Author, C, files, fill, names, one, packs,
 
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.stores import DirectoryStore
-from kvpager.stores.chunk_index import ChunkIndex, Place
-from kvpager.stores.eviction import Held, Room, choose_victims
-from kvpager.stores.plan import MERGED_PACKS, plan_write
+from kvpager.stores.budget import EvictionCandidate, Room, choose_victims
+from kvpager.stores.sharing import MERGED_PACKS, plan_write
+from kvpager.stores.tables import PackChunk
 
 
 @contextlib.contextmanager
@@ -32,44 +33,35 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
 
 
 def test_a_plan_takes_the_fewest_packs_and_merges_the_smallest_when_there_are_too_many() -> None:
-    index = ChunkIndex()
-    hashes = [bytes([n]) * 16 for n in range(100)]
-    for n in range(80):
-        index.add(f"{n:032x}", hashes[n : n + 1], hashes[n : n + 1])
-    index.add("f" * 32, hashes[70:80], hashes[70:80])  # has the last ten of them together
-    plan = plan_write(hashes, hashes, index.places)
+    found = [[PackChunk(f"{n:032x}", 0)] for n in range(80)] + [[] for _ in range(20)]
+    for n in range(70, 80):
+        found[n].append(PackChunk("f" * 32, n - 70))  # has the last ten of them together
+    plan = plan_write(found)
     assert {plan.shared[n].pack for n in range(70, 80)} == {"f" * 32}
     assert len(plan.shared_packs) + 1 == MERGED_PACKS
     assert set(plan.write) | set(plan.shared) == set(range(100))
     assert not set(plan.write) & set(plan.shared)
-    few = plan_write(hashes[:63], hashes[:63], index.places)
+    few = plan_write(found[:63])
     assert few.write == ()
-    assert few.shared[5] == Place(f"{5:032x}", 0)
+    assert few.shared[5] == PackChunk(f"{5:032x}", 0)
 
 
-def test_the_index_knows_every_copy_until_its_pack_goes() -> None:
-    index = ChunkIndex()
-    index.add("a", [b"h1", b"h2"], [b"c1", b"c2"])
-    index.add("b", [b"h2", b"h2"], [b"c2", b"other"])
-    assert index.places(b"h2", b"c2") == [Place("a", 1), Place("b", 0)]
-    assert index.places(b"h1", b"c2") == []
-    index.discard("a", [b"h1", b"h2"], [b"c1", b"c2"])
-    assert index.places(b"h2", b"c2") == [Place("b", 0)]
-    assert index.places(b"h1", b"c1") == []
-
-
-def room(needed: int, budget: int, packs: dict[str, int], held: list[Held], **more: Any) -> Room:
+def room(
+    needed: int, budget: int, packs: dict[str, int], held: list[EvictionCandidate], **more: Any
+) -> Room:
     total = sum(packs.values()) + sum(each.bytes for each in held)
+    users = Counter(pack for each in held for pack in each.packs)
     busy = more.pop("busy", ())
-    return Room(needed, total, budget, packs, frozenset(more.pop("wanted", ())), busy.__contains__)
+    wanted = frozenset(more.pop("wanted", ()))
+    return Room(needed, total, budget, lambda p: (packs[p], users[p]), wanted, busy.__contains__)
 
 
 def test_the_least_recently_used_go_first_and_no_more_than_needed() -> None:
     packs = {"p": 100, "q": 100, "shared": 100}
     held = [
-        Held("old", 10, ("p",), 1),
-        Held("older", 10, ("shared",), 0),
-        Held("new", 10, ("q", "shared"), 2),
+        EvictionCandidate("older", 10, ("shared",), 0),
+        EvictionCandidate("old", 10, ("p",), 1),
+        EvictionCandidate("new", 10, ("q", "shared"), 2),
     ]
     assert choose_victims(held, room(0, 330, packs, held)) == []
     assert choose_victims(held, room(10, 330, packs, held)) == ["older"]
@@ -82,9 +74,9 @@ def test_the_least_recently_used_go_first_and_no_more_than_needed() -> None:
 def test_pinned_ones_packs_in_use_and_packs_that_are_wanted_stay() -> None:
     packs = {"p": 100, "q": 100, "r": 100}
     held = [
-        Held("pinned", 10, ("p",), 0, "pinned"),
-        Held("busy", 10, ("q",), 1),
-        Held("free", 10, ("r",), 2),
+        EvictionCandidate("pinned", 10, ("p",), 0, "pinned"),
+        EvictionCandidate("busy", 10, ("q",), 1),
+        EvictionCandidate("free", 10, ("r",), 2),
     ]
     assert choose_victims(held, room(50, 330, packs, held, busy=["q"])) == ["free"]
     with pytest.raises(CapacityError) as refused:
@@ -320,10 +312,10 @@ def test_a_dry_run_lists_the_files_that_a_collection_then_removes_and_touches_no
     fill(author, store, 3)
     store.set_ttl("s2", "never")
     (folder / "packs" / ".kvsnap-0123456789abcdef.tmp").write_bytes(b"x" * 1000)
-    before = {path: path.stat() for path in folder.rglob("*")}
+    before = {path: path.stat() for path in folder.glob("*/*")}
     with later(monkeypatch, 5400):
         rehearsed = store.gc(dry_run=True)
-        assert {path: path.stat() for path in folder.rglob("*")} == before
+        assert {path: path.stat() for path in folder.glob("*/*")} == before
         assert store.gc(dry_run=True) == rehearsed
         done = store.gc()
     gone = {str(path) for path in before if not path.exists()}

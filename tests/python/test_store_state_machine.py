@@ -22,7 +22,7 @@ from kvpager import _core
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.pager import SnapshotInfo
 from kvpager.stores import DirectoryStore
-from kvpager.stores.companion import CompanionSnapshot
+from kvpager.stores.companions import CompanionSnapshot
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 SALTS = ("", "tenant")

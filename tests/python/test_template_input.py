@@ -8,8 +8,8 @@ import pytest
 from tokenizer_settings import MADE, THINK, wrapped
 
 from kvpager import InvalidArgumentError
-from kvpager.text.template_input import parsed_arguments
-from kvpager.text.tokenizer import Rendering, Tokenizer
+from kvpager._runtime.text.template_input import parsed_arguments
+from kvpager._runtime.text.tokenizer import Rendering, Tokenizer
 
 PLAIN = Rendering()
 TOKENS = Rendering(control_tokens="tokens")

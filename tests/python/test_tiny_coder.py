@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpager import needles
+from kvpager.cli import needles
 from kvpager_bench import library_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,10 +100,6 @@ def test_documented_functions_are_found_with_their_source_and_first_paragraph(te
     assert second.source.splitlines()[0] == "def count(self):"
 
 
-def test_a_source_that_does_not_parse_has_no_functions(text):
-    assert text.functions("old.py", "print 'Python 2'") == []
-
-
 def test_conversations_alternate_and_speak_of_what_was_shown(text):
     talk = text.conversations([("a.py", EXAMPLE)], np.random.default_rng(0), 400)
     for _ in range(50):
@@ -125,46 +121,7 @@ def test_windows_are_full_and_the_same_for_the_same_seed_and_stage(text, tokeniz
     assert {0, 1, 2} <= set(first.flat)  # an end of text, a turn's start and its end
 
 
-def test_windows_of_one_text_are_not_read_one_after_the_other(text, tokenizer):
-    numbered = "# " + " ".join(map(str, range(3000)))
-    windows = text.Corpus([("a.py", numbered + EXAMPLE)], tokenizer, 0).windows(0, 40, 64)
-    stream = tokenizer.encode(numbered)
-    after = {tuple(stream[at : at + 64]): at // 64 for at in range(0, 40 * 64, 64)}
-    order = [after[tuple(window)] for window in windows if tuple(window) in after]
-    assert len(order) > 10
-    assert order != sorted(order)
-
-
 # How it is trained.
-
-
-def test_positions_ascend_within_the_models_longest_and_half_of_them_jump(training):
-    made = training.jumping_positions(np.random.default_rng(0), 64, 100)
-    gaps = made.diff()
-    assert made.shape == (64, 100)
-    assert int(gaps.min()) >= 1
-    assert int(made.max()) < training.ARCHITECTURE["max_position_embeddings"]
-    assert 16 < int((gaps > 1).any(1).sum()) < 48
-
-
-def test_the_rate_warms_up_and_falls_to_its_last_value(training):
-    rates = [training.learning_rate(step, step / 1000) for step in range(1, 1001)]
-    top = int(np.argmax(rates))
-    assert 0.9 * training.PEAK_RATE < rates[top] <= training.PEAK_RATE
-    assert sorted(rates[: top + 1]) == rates[: top + 1]
-    assert sorted(rates[top:], reverse=True) == rates[top:]
-    assert rates[-1] == pytest.approx(training.LAST_RATE)
-
-
-def test_losses_are_those_of_the_model_however_logits_are_split(training, model, monkeypatch):
-    ids = torch.arange(20, 60)[None]
-    with torch.no_grad():
-        whole = training.token_losses(model, ids)
-        wanted = model(input_ids=ids, labels=ids).loss
-        monkeypatch.setattr(training, "LOGIT_TOKENS", 7)
-        torch.testing.assert_close(training.token_losses(model, ids), whole)
-    assert whole.shape == (1, 39)
-    torch.testing.assert_close(whole.mean(), wanted)
 
 
 def test_a_few_steps_of_every_stage_train_a_model_that_is_loaded(training, tmp_path, capsys):
@@ -281,17 +238,9 @@ def test_it_ends_its_turn(training, tokenizer, model):
 
 def test_a_checkout_has_it_and_elsewhere_an_error_says_what_has(monkeypatch, tmp_path):
     assert needles.shipped_model_path("tiny-coder") == FOLDER
-    elsewhere = tmp_path / "site-packages" / "kvpager" / "needles.py"
+    elsewhere = tmp_path / "site-packages" / "kvpager" / "cli" / "needles.py"
     elsewhere.parent.mkdir(parents=True)
     shutil.copyfile(needles.__file__, elsewhere)
     monkeypatch.setattr(needles, "__file__", str(elsewhere))
     with pytest.raises(FileNotFoundError, match=r"tiny-coder is in neither.*a checkout all,"):
         needles.shipped_model_path("tiny-coder")
-
-
-def test_a_wheel_has_all_of_it():
-    """`kvpager serve` answers with it, after `pip install .` too."""
-    rules = (ROOT / "csrc" / "bindings" / "CMakeLists.txt").read_text(encoding="utf-8")
-    assert "foreach(model tiny-retriever-bf16 tiny-coder)" in rules
-    for file in FOLDER.iterdir():
-        assert f'PATTERN "*{file.suffix}"' in rules, file.name

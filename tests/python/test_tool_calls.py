@@ -13,21 +13,22 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from tokenizer_settings import wrapped
 
 from call_templates import ALONE, TEMPLATES
 from kvpager import InvalidArgumentError
-from kvpager.grammar import Grammar, compiler_of
-from kvpager.text.call_parsing import Call, ReasoningDelta, TextDelta
-from kvpager.text.json_values import typed
-from kvpager.text.tokenizer import Rendering, Tokenizer
-from kvpager.text.tool_calls import (
+from kvpager._runtime.text.call_parsing import CallDelta, ReasoningDelta, TextDelta
+from kvpager._runtime.text.json_values import typed
+from kvpager._runtime.text.tokenizer import Rendering, Tokenizer
+from kvpager._runtime.text.tool_calls import (
     FORMATS,
     call_ids_of,
     format_of_template,
     tool_call_format,
     unknown_format,
 )
+from kvpager.grammar import Grammar, compiler_of
 
 ONE = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
 TOOLS = [
@@ -65,7 +66,7 @@ def parse(name, *pieces, tools=TOOLS):
     parser = tool_call_format(name).parser(tools)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.end()
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
-    calls = [event for event in events if isinstance(event, Call)]
+    calls = [event for event in events if isinstance(event, CallDelta)]
     assert [call.index for call in calls] == list(range(len(calls)))
     return text, [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -131,10 +132,31 @@ def test_a_call_is_told_at_its_end_and_no_text_of_it_before(name):
     events, told_at = [], []
     for number, letter in enumerate(text):
         new = parser.push(letter)
-        told_at += [number] * any(isinstance(event, Call) for event in new)
+        told_at += [number] * any(isinstance(event, CallDelta) for event in new)
         events += new
     assert len(told_at) == 2 or name in ("phi4_mini", "command_r")  # which write a list
-    assert all(isinstance(event, Call) or not event.text.strip() for event in events)
+    assert all(isinstance(event, CallDelta) or not event.text.strip() for event in events)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_of_a_call_that_is_cut_what_is_known_is_told_and_no_markup(name):
+    for call in CALLS:
+        text, told_calls = written(name, call).lstrip(), []
+        for length in range(2, len(text)):
+            if name == "llama3" and length < len('{"name"'):
+                continue  # it may be text that is JSON
+            parser = tool_call_format(name).parser(TOOLS)
+            events = parser.push(text[:length]) + parser.end(cut=True)
+            calls = [event for event in events if isinstance(event, CallDelta)]
+            assert all(isinstance(event, CallDelta) or not event.text.strip() for event in events)
+            assert all(one.name == call[0] for one in calls)
+            for one in calls:
+                known = from_json(one.arguments or "{}", allow_partial=True)
+                assert known.items() <= call[1].items() or list(known)[-1] == "places"
+            told_calls += calls
+        assert len({one.arguments for one in told_calls}) >= min(3, 1 + len(call[1]))
+        known = from_json(told_calls[-1].arguments or "{}", allow_partial=True)
+        assert len(known) >= len(call[1]) - (name == "glm")  # whose values end with what follows
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -161,6 +183,21 @@ def test_what_a_template_writes_is_a_text_of_the_grammar_that_forces_calls(name,
         assert taken == ids, text
         assert matcher.is_accepting()
         assert parse(name, text)[1] == calls
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_with_a_schema_an_answer_is_a_call_or_json_of_it(name):
+    tokenizer = tokenizer_of(name)
+    ends = frozenset(tokenizer.wrapped.convert_tokens_to_ids(["</s>"]))
+    schema = {"type": "object", "properties": {"name": {"enum": [1]}}, "required": ["name"]}
+    calls = Grammar.lark(tool_call_format(name).lark(TOOLS, parallel=False))
+    grammar = Grammar.either(Grammar.json_schema(schema), calls)
+    call = written(name, CALLS[4]).removesuffix("<|call|>").lstrip("\n")
+    call = without_ids(call) if name == "mistral" else call
+    for text, fits in ((call, True), ('{"name": 1}', True), ('{"name": 2}', False), ("Hi", False)):
+        matcher = compiler_of(tokenizer, 1 << 10, ends)._matcher(grammar).deep_copy()
+        ids = tokenizer.encode(text, "text", special_tokens=False).tolist()
+        assert all(matcher.consume_token(token) for token in ids) == fits, text
 
 
 def without_ids(text):
@@ -323,7 +360,7 @@ def test_the_channels_of_gpt_oss_are_reasoning_text_and_calls():
     reasoning = "".join(one.text for one in events if isinstance(one, ReasoningDelta))
     spoken = "".join(one.text for one in events if isinstance(one, TextDelta))
     assert (reasoning, spoken) == ("Hm. I look.", "Wait.")
-    assert events[-1] == Call(0, "f", '{"a": 1}')
+    assert events[-1] == CallDelta(0, "f", '{"a": 1}')
     assert parse("harmony", "<|channel|>final<|message|>Hi <|there<|return|>") == ("Hi <|there", [])
     assert parse("harmony", "no channel at all") == ("no channel at all", [])
 

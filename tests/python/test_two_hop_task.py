@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import SmolLM3ForCausalLM
 
-from kvpager import needles
-from kvpager_bench import two_hop
-from kvpager_bench.two_hop import TwoHopTask
+from kvpager.cli import needles
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
@@ -26,6 +24,10 @@ def from_models(name: str) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(MODELS)
         return importlib.import_module(name)
+
+
+two_hop = from_models("two_hop_task")
+TwoHopTask = two_hop.TwoHopTask
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +275,34 @@ def test_documents_encoded_alone_at_their_place_are_those_at_zero_with_keys_rota
         placed = stitched.layers[number]
         torch.testing.assert_close(placed.keys[:, :, start:], keys, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(placed.values[:, :, start:], layer.values, rtol=1e-4, atol=1e-3)
+
+
+def test_documents_that_were_read_alone_answer_together_in_any_order() -> None:
+    """One document says which alias a key stands for, another one the alias's value."""
+    from transformers import AutoModelForCausalLM
+
+    import kvpager
+    from kvpager.cli.needles import BOS, END, KEY, SEPARATOR, NeedleTask
+
+    facts, stands_for = 4, 6
+    model = AutoModelForCausalLM.from_pretrained(needles.shipped_model_path("tiny-two-hop"))
+    task = NeedleTask(seed=0)
+    keys, aliases = np.split(task.keys(2 * facts), 2)
+    values = task.filler(facts).tolist()
+    system = np.array([BOS, *task.filler(127)])
+    with kvpager.Engine(model, pool_tokens=16384) as engine:
+        for n in range(facts):
+            value = [KEY, *aliases[n], SEPARATOR, values[n], END]
+            key = [KEY, *keys[n], stands_for, *aliases[n], END]
+            second = np.concatenate([task.filler(256), value, task.filler(250)])
+            first = np.concatenate([task.filler(50 * n), key, task.filler(505 - 50 * n)])
+            engine.cache_segment(second, name=f"value-{n}")
+            engine.cache_segment(first, name=f"key-{n}")
+        for n in range(facts):
+            found = task.rng.permutation(facts)  # both of each, in another order every time
+            names = [f"{kind}-{i}" for kind in ("value", "key") for i in found]
+            with engine.assemble([system, *names, task.query(keys[n])]) as session:
+                assert session.generate(2, eos=END).tokens.tolist() == [values[n], END]
+                assert session.assembly is not None
+                assert session.assembly.tokens == 4228
+                assert session.assembly.rows < 4228 / 6

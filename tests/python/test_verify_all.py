@@ -21,7 +21,6 @@ import verify_all
 def outcome(**changes):
     row = {
         "model": "llama",
-        "case": "llama-float32",
         "relation": "decoded",
         "outcome": "same",
         "kept": True,
@@ -35,7 +34,7 @@ def outcome(**changes):
 
 
 def concluded(rows, monkeypatch, tmp_path):
-    """The exit code and the file that these rows give."""
+    """Whether it holds, and the file that these rows give."""
     monkeypatch.setenv("KVPAGER_BENCH_RESULTS", str(tmp_path))
     totals = {}
     for row in rows:
@@ -43,16 +42,17 @@ def concluded(rows, monkeypatch, tmp_path):
     report = Report("sample", "?", verify_all.COLUMNS, {}, harness.environment())
     for total in totals.values():
         report.add(**total)
-    code = verify_all.conclude(report)
-    return code, json.loads((tmp_path / "sample.json").read_text())
+    verify_all.judge(report)
+    report.finish()
+    return report.verdicts[0].holds, json.loads((tmp_path / "sample.json").read_text())
 
 
 def test_cases_are_counted_by_model_and_relation(monkeypatch, tmp_path):
     rows = [outcome(), outcome(compared=11), outcome(relation="warm"), outcome(model="qwen3")]
     rows.append(outcome(relation="converted", outcome="within", compared=0))
     rows.append(outcome(outcome="does not apply", compared=0, first_difference="not promised"))
-    code, written = concluded(rows, monkeypatch, tmp_path)
-    assert code == 0
+    holds, written = concluded(rows, monkeypatch, tmp_path)
+    assert holds
     first, *others = named_rows(written)
     assert (first["cases"], first["compared"], first["not_applicable"]) == (3, 111, 1)
     assert first["first_difference"] == "none"
@@ -69,8 +69,8 @@ def test_anything_but_the_same_bits_fails_and_is_named(status, monkeypatch, tmp_
     bad = outcome(
         outcome=status, kept=False, differing=2 * (status == "differs"), first_difference="layer 1"
     )
-    code, written = concluded([outcome(), bad, outcome()], monkeypatch, tmp_path)
-    assert code == 1
+    holds, written = concluded([outcome(), bad, outcome()], monkeypatch, tmp_path)
+    assert not holds
     assert not written["verdicts"][0]["holds"]
     assert named_rows(written)[0]["not_kept"] == 1
     assert named_rows(written)[0]["first_difference"] == "layer 1"
@@ -96,24 +96,18 @@ def test_every_case_is_in_one_process_of_its_architecture_and_threads():
     assert [job["length"] for job in jobs if "long" in job] == [32768, 32768]
 
 
-def test_a_worker_that_dies_is_an_error(monkeypatch):
-    monkeypatch.setattr(verify_all.sys, "executable", "/bin/false")
-    with pytest.raises(harness.MissingNumberError, match="ended with 1"):
-        list(verify_all.in_a_process({"threads": 1, "cases": ["one"]}))
-
-
 def test_a_worker_that_dies_loses_no_other_ones_work(monkeypatch, tmp_path):
-    def outcomes(job):
-        if job["threads"] == 1:
-            raise harness.MissingNumberError("it died")
-        yield outcome()
+    class Dying:
+        def work(self, what, **job):
+            if job["threads"] == 1:
+                raise harness.MissingNumberError("it died")
+            return {"rows": [outcome()]}
 
-    monkeypatch.setattr(verify_all, "in_a_process", outcomes)
     case = {"values": {"architecture": "qwen3"}, "apart": False}
     jobs = [{"threads": threads, "cases": [case]} for threads in (1, 2)]
     jobs.append({"threads": 1, "long": "dense", "cases": ["shipped-dense"]})
-    code, written = concluded(verify_all.side_by_side(jobs), monkeypatch, tmp_path)
-    assert code == 1
+    holds, written = concluded(verify_all.side_by_side(Dying(), jobs), monkeypatch, tmp_path)
+    assert not holds
     rows = {row["model"]: row for row in named_rows(written)}
     assert rows["llama"]["not_kept"] == 0
     assert rows["qwen3"]["first_difference"] == rows["shipped"]["first_difference"] == "it died"
@@ -123,8 +117,9 @@ def test_a_worker_verifies_its_cases_and_every_promise_is_kept():
     case = verify_all.matrix.Case(
         "llama", "float32", 256, tied=True, threads=1, group=2, selection="dense", kv_dtype="auto"
     )
-    job = {"threads": 1, "effort": "start", "cases": [{"values": vars(case), "apart": False}]}
-    rows = list(verify_all.in_a_process(job))
-    assert {row["case"] for row in rows} == {str(case)}
+    cases = [{"values": vars(case), "apart": False}]
+    job = {"what": "cases", "threads": 1, "effort": "start", "cases": cases}
+    rows = harness.run_worker("verify_all", job)["rows"]
+    assert {row["model"] for row in rows} == {case.architecture}
     assert all(row["kept"] for row in rows)
     assert sum(row["compared"] for row in rows) > 1_000_000

@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvpager.config import PagerConfig
-from kvpager.pager import (
-    ROW_COMMIT,
-    ROW_PADDING,
-    ROW_READ,
-    Layout,
-    Pager,
-    Sequence,
-)
+from kvpager.pager import ROW_COMMIT, ROW_PADDING, ROW_READ, Layout, Pager, Sequence
 
 LAYERS, KV_HEADS, HEADS, DIM, C, M = 2, 1, 2, 16, 16, 16
 LAYOUT = Layout(LAYERS, KV_HEADS, DIM, DIM, chunk_tokens=C)

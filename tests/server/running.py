@@ -16,7 +16,7 @@ import openai
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpager import Engine
-from kvpager.needles import shipped_model_path
+from kvpager.cli.needles import shipped_model_path
 from kvpager.server.run import Server
 from kvpager.server.service import Service
 from kvpager.server.settings import ServerSettings
@@ -46,7 +46,7 @@ class Running:
         self.url = url
         self.service = service
         self.server = server
-        self.http = httpx.Client(base_url=url, timeout=_LONGEST)
+        self.http = httpx.Client(base_url=url, timeout=_LONGEST, headers={"x-kvpager": "1"})
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LONGEST
         )
@@ -103,7 +103,15 @@ class ServerProcess:
     """`kvpager serve` in a process of its own."""
 
     def __init__(self, store: Path, *arguments: str):
-        command = [sys.executable, "-m", "kvpager", "serve", "--port", "0", "--store", str(store)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvpager",
+            "serve",
+            "--model",
+            str(shipped_model_path(CODER)),
+        ]
+        command += ["--port", "0", "--store", str(store)]
         fast = ["--threads", "1", "--pool-tokens", "2048", "--rows", "16", "--small-rows", "fixed"]
         self.process = subprocess.Popen(
             [*command, *fast, *arguments],

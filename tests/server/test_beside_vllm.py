@@ -10,7 +10,7 @@ import pytest
 from server.running import said
 
 servers = pytest.importorskip("kvpager_bench.servers")
-from kvpager.needles import shipped_model_path  # noqa: E402
+from kvpager.cli.needles import shipped_model_path  # noqa: E402
 from kvpager_bench.peers import environments  # noqa: E402
 
 MODEL = shipped_model_path("tiny-coder")

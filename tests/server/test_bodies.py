@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.server import bodies
-from kvpager.server.bodies import Budget, Structure
+from kvpager.server import bodies, json_limits
+from kvpager.server.bodies import BodyBudget
 from kvpager.server.errors import ApiError
-from kvpager.server.schema_limits import check_schemas
-from server.running import said
+from kvpager.server.json_limits import JsonStructure, check_schemas
+from kvpager.server.routes import caller
+from server.running import running, said
 
 TEXT = st.text('a"\\\\[]{},:\u00e9\U0001f600\n', max_size=8)
 VALUES = st.recursive(
@@ -25,7 +28,7 @@ VALUES = st.recursive(
 
 
 def counted(value):
-    """values, names, texts and depth of a value, as `Structure` defines them."""
+    """values, names, texts and depth of a value, as `JsonStructure` defines them."""
     if isinstance(value, str):
         return 0, 0, 1, 0
     if not isinstance(value, (list, dict)):
@@ -42,17 +45,35 @@ def counted(value):
 @given(VALUES, st.booleans(), st.integers(1, 9))
 def test_the_structure_is_what_a_parser_finds(value, ascii_only, piece):
     text = json.dumps(value, ensure_ascii=ascii_only)
-    kept, bodies._PIECE = bodies._PIECE, piece
+    kept, json_limits._PIECE = json_limits._PIECE, piece
     try:
-        found = Structure.of(text.encode())
+        found = JsonStructure.of(text.encode())
     finally:
-        bodies._PIECE = kept
+        json_limits._PIECE = kept
     assert (found.values, found.names, found.texts, found.depth) == counted(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES, st.booleans(), st.integers(0, 3))
+def test_a_text_is_simple_exactly_within_the_limits(value, ascii_only, beyond):
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    most, names, texts, depth = counted(value)
+    limits = {"MOST_NAMES": names, "MOST_TEXTS": texts, "MOST_DEPTH": depth}
+    lowered = ["most", *limits][beyond]
+    too_much = {"most": most, **limits}[lowered] > 0
+    with mock.patch.multiple(json_limits, **limits):
+        assert json_limits._is_simple(text, most)
+    limits["most"] = most
+    limits[lowered] -= too_much
+    most = limits.pop("most")
+    with mock.patch.multiple(json_limits, **limits):
+        assert json_limits._is_simple(text, most) != too_much
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
+        (b"[" * 65, "65 levels of lists and objects; expected at most 64"),
         (b"[" * 65 + b"]" * 65, "65 levels of lists and objects; expected at most 64"),
         (b"[" + b"1," * 300_000 + b"1]", "300001 values; expected at most 262144"),
         (b"[" + b"{}," * 200_000 + b"{}]", "values; expected at most"),
@@ -62,7 +83,7 @@ def test_the_structure_is_what_a_parser_finds(value, ascii_only, piece):
 )
 def test_what_would_be_long_to_parse_is_refused_by_its_counts(body, says):
     with pytest.raises(ApiError) as refused:
-        Structure.of(body).check(body, bodies.LEAST_VALUES)
+        json_limits.check_structure(body, json_limits.LEAST_VALUES)
     assert says in refused.value.message
     assert refused.value.status == 400
 
@@ -71,12 +92,12 @@ def test_what_would_be_long_to_parse_is_refused_by_its_counts(body, says):
 def test_the_field_that_has_too_much_is_named(values):
     body = json.dumps({"model": "a,b:[", "messages": [{"a": 1}] * 100, "stop": values, "n": 1})
     with pytest.raises(ApiError) as refused:
-        Structure.of(body.encode()).check(body.encode(), bodies.LEAST_VALUES)
+        json_limits.check_structure(body.encode(), json_limits.LEAST_VALUES)
     assert refused.value.param == "stop"
     assert re.match(r"stop has [36]0000\d values; expected at most 262144", refused.value.message)
     deep = b'{"model": "a", "tools" : ' + b"[" * 70 + b"]" * 70 + b', "n": 1}'
     with pytest.raises(ApiError) as refused:
-        Structure.of(deep).check(deep, bodies.LEAST_VALUES)
+        json_limits.check_structure(deep, json_limits.LEAST_VALUES)
     assert refused.value.param == "tools"
 
 
@@ -84,7 +105,7 @@ def test_bodies_together_stay_below_a_budget_and_the_oldest_always_ends(monkeypa
     monkeypatch.setattr(bodies, "_WAIT_SECONDS", 0.2)
 
     async def run():
-        budget = Budget(100)
+        budget = BodyBudget(100)
         async with budget.opened() as first:
             await first(60)
             async with budget.opened() as second:
@@ -121,6 +142,7 @@ def ask(server, body, path="/v1/chat/completions", **headers):
     [
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "no UTF-8"),
         ('{"messages": []}'.encode("utf-16"), "no UTF-8"),
+        (b"{", "no JSON"),
         (b"[" * 100_000, "100000 levels"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"),
         (b"", "the body"),
@@ -169,6 +191,10 @@ def test_sizes_have_limits_that_name_the_field_its_size_and_the_limit(server, fi
     ("schema", "says"),
     [
         ({"properties": {str(i): {} for i in range(1001)}}, "1001 properties; expected at most"),
+        (
+            {"properties": {str(i): {} for i in range(101)}, "minProperties": 1},
+            "101 properties beside minProperties",
+        ),
         ({"enum": list(range(10_001))}, "10001 values of enums; expected at most 10000"),
         ({"anyOf": [{"enum": list(range(6000))}] * 2}, "12000 values of enums"),
         ({"const": "x" * 5000}, "5000 characters of a name, value or pattern"),
@@ -218,3 +244,21 @@ def test_a_body_that_does_not_come_is_408(server, monkeypatch):
     assert answer.status == 408
     assert "13 bytes" in json.loads(answer.read())["error"]["message"]
     client.close()
+
+
+def test_reading_a_request_has_its_time(engine, monkeypatch):
+    parsed, answered = bodies.parsed, threading.Event()
+
+    def slow(validate, body, fields=()):
+        if b"slow" in body:
+            answered.wait(60)
+        return parsed(validate, body, fields)
+
+    monkeypatch.setattr(caller, "parsed", slow)
+    with running(engine, None, read_timeout=0.3) as server:
+        answer = server.post("/v1/completions", prompt="slow", max_tokens=1)
+        answered.set()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+        assert "0.3 s, which read_timeout allows" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpager.needles import shipped_model_path
+from kvpager.cli.needles import shipped_model_path
 from server.clients.environments import CLIENTS
 from server.running import CODER, started
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import resource
 import socket
+import ssl
 import time
 
 import httpx
@@ -20,7 +23,7 @@ JSON = b"content-type: application/json\r\n"
 
 
 def connect(server, stack):
-    host, port = server.url.removeprefix("http://").split(":")
+    host, port = server.url.split("//")[1].split(":")
     return stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
 
 
@@ -28,12 +31,12 @@ def is_well(server):
     return httpx.get(f"{server.url}/health", timeout=10).status_code == 200
 
 
-def seconds_until_closed(client, drip=b""):
+def seconds_until_closed(client, drip=b"", longest=30):
     """How long a server lets a client go on that sends a byte now and then."""
     begun = time.monotonic()
-    client.settimeout(0.05)
+    client.settimeout(min(0.05, longest))
     with contextlib.suppress(ConnectionError):
-        while time.monotonic() - begun < 30:
+        while time.monotonic() - begun < longest:
             client.sendall(drip)
             with contextlib.suppress(TimeoutError):
                 if not client.recv(65536):
@@ -50,6 +53,34 @@ def test_many_half_sent_heads_keep_nobody_out(engine):
             for _ in range(100):
                 connect(server, stack).sendall(HALF)
             assert is_well(server)
+
+
+def test_what_comes_is_parsed_a_piece_at_a_time(engine, monkeypatch):
+    sizes, receive = [], connections.H11Protocol.data_received
+
+    def received(protocol, data):
+        sizes.append(len(data))
+        receive(protocol, data)
+
+    monkeypatch.setattr(connections.H11Protocol, "data_received", received)
+    monkeypatch.setattr(connections, "_TURN", 0.0)  # every piece takes long
+    text = "def a(b):\n    return b\n" * 2000
+    body = json.dumps({"prompt": text}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    whole = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + JSON
+    chunked = whole + b"transfer-encoding: chunked\r\n\r\n" + chunks
+    whole += b"content-length: %d\r\n\r\n" % len(body) + body
+    with running(engine, None) as server, contextlib.ExitStack() as stack:
+        expected = server.post("/tokenize", prompt=text).json()
+        client = connect(server, stack)
+        client.sendall(whole + chunked + whole + chunked)
+        for _ in range(4):
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            assert json.loads(answer.read()) == expected
+    assert max(sizes) <= 8192
+    assert sizes.count(256) > len(chunked) // 256
+    assert len(chunked) > 200_000
 
 
 @pytest.mark.parametrize("drip", [b"", b"x"])
@@ -95,3 +126,35 @@ def test_no_more_connections_than_descriptors(monkeypatch):
     assert Connections(1024, 1, 1)._most == 128
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
     assert Connections(1024, 1, 1)._most == 1024
+
+
+def test_half_done_tls_handshakes_are_bounded_in_number_and_time(engine, certificate):
+    cert, key = certificate
+    trusting = ssl.create_default_context(cafile=cert)
+    settings = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": 20}
+    with (
+        running(engine, None, **settings) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        half = [connect(server, stack) for _ in range(100)]
+        assert httpx.get(f"{server.url}/health", verify=trusting, timeout=10).status_code == 200
+        ended = [one for one in half if seconds_until_closed(one, longest=0.1) < 0.1]
+        assert len(ended) >= 100 - 20
+    with (
+        running(engine, None, header_timeout=0.4, **settings) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(3):
+            assert seconds_until_closed(connect(server, stack)) < 10
+        assert httpx.get(f"{server.url}/health", verify=trusting, timeout=10).status_code == 200
+        assert not server.server.connections._handshakes
+
+
+def test_a_connection_whose_handshake_is_done_has_no_deadline_of_it(engine, certificate):
+    cert, key = certificate
+    settings = {"ssl_certfile": cert, "ssl_keyfile": key, "header_timeout": 0.5}
+    with running(engine, None, **settings) as server:
+        body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+        trusting = ssl.create_default_context(cafile=cert)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, verify=trusting, timeout=99)
+        assert answer.status_code == 200

@@ -104,7 +104,7 @@ def test_a_prompt_that_leaves_one_token_has_an_answer_of_one(small):
 
 def test_an_unknown_previous_response_has_a_code_of_its_own(server):
     for name in ("resp_none", "no/name", ""):
-        with pytest.raises(openai.NotFoundError) as raised:
+        with pytest.raises(openai.BadRequestError) as raised:
             server.openai.responses.create(model=CODER, input="Hi", previous_response_id=name)
         assert raised.value.code == "previous_response_not_found"
         assert raised.value.param == "previous_response_id"

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kvpager import Engine
-from kvpager.server.response_items import messages_of
+from kvpager.server.messages import messages_of
 from kvpager.server.routes.messages import _messages_of as messages_of_anthropic
 from kvpager.server.schema.messages import MessagesRequest
 from kvpager.server.schema.responses import ResponseRequest
@@ -34,6 +34,12 @@ SCHEMA = {
 }
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+GBNF = r"""root ::= "{" "\"name\": " name "}"  # as llama.cpp has it
+name ::= "\"" ( "ada" | "b" [o-o] "b" ) "\""
+"""
+
+
 def answered(server, path, **fields):
     """The answer's text, and the fields that it names as ignored."""
     body, text = TEXTS[path]
@@ -57,6 +63,47 @@ ROUTERS = {  # what vllm-router and sglang-router send of their own accord
     "lora_path": None,
     "session_params": None,
 }
+
+
+ROUTED_RESPONSE = {  # and of a response
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "service_tier": "auto",
+    "stream": False,
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+    "request_id": "resp_1",
+    "priority": 0,
+}
+
+
+LLAMA_CPP_HINTS = {  # what llama.cpp's page sends with its defaults, and what of it is named
+    "reasoning_format": "auto",
+    "dynatemp_exponent": 1.0,
+    "xtc_threshold": 0.1,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+    "backend_sampling": False,
+    "timings_per_token": True,
+}
+LLAMA_CPP = {
+    "dynatemp_range": 0,
+    "xtc_probability": 0,
+    "typ_p": 1,
+    "repeat_last_n": -1,
+    "repeat_penalty": 1,
+    "dry_multiplier": 0,
+    **LLAMA_CPP_HINTS,
+}
+SAMPLERS = ["penalties", "temperature", "top_k", "top_p", "min_p"]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +132,19 @@ ROUTERS = {  # what vllm-router and sglang-router send of their own accord
         ),
         ("/v1/chat/completions", {"mirostat": 0, "typical_p": 1.0, "xtc_probability": 0}, set()),
         ("/v1/chat/completions", {"use_beam_search": False, "n_probs": 0, "echo": False}, set()),
+        ("/v1/chat/completions", {"functions": [], "function_call": "auto"}, set()),
+        ("/v1/chat/completions", LLAMA_CPP, set(LLAMA_CPP_HINTS)),
+        ("/v1/completions", {"samplers": SAMPLERS, "lora": [], "typ_p": 1}, set()),
         (
             "/v1/completions",
             {"suffix": "", "best_of": 1, "service_tier": "priority"},
             {"service_tier"},
+        ),
+        ("/v1/responses", ROUTED_RESPONSE, set()),
+        (
+            "/v1/responses",
+            {name: value for name, value in ROUTERS.items() if name != "continue_final_message"},
+            {"separate_reasoning", "stream_reasoning", "include_reasoning"},
         ),
         (
             "/v1/responses",
@@ -190,10 +246,20 @@ def test_repeat_penalty_is_repetition_penalty(server):
 def test_n_predict_is_max_tokens(server):
     body = {"prompt": "import os\n", "ignore_eos": True, "n_predict": 3}
     assert server.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 3
-    body |= {"n_predict": -1, "ignore_eos": False, "stop": ["e"]}
+    body |= {"n_predict": -1, "ignore_eos": False, "stop": ["e"], "temperature": 1.0}
     assert server.post("/v1/completions", **body).json()["choices"][0]["finish_reason"] == "stop"
     body["n_predict"] = 0
     assert server.post("/v1/completions", **body).json()["error"]["param"] == "n_predict"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_of_minus_one_tokens_is_as_long_as_there_is_room_for(server, name):
+    for path in ("/v1/chat/completions", "/v1/completions")[: 2 if name == "max_tokens" else 1]:
+        body = {**TEXTS[path][0], "stop": ["e", " ", "\n"], "temperature": 1.0}
+        del body["max_tokens"]
+        answer = server.post(path, **body, **{name: -1}).json()["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        assert server.post(path, **body, **{name: -2}).json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -204,11 +270,21 @@ def test_n_predict_is_max_tokens(server):
         ("/v1/chat/completions", {"guided_json": SCHEMA}),
         ("/v1/chat/completions", {"structured_outputs": {"json": SCHEMA}}),
         ("/v1/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
+        ("/v1/completions", {"response_format": FORM}),
+        ("/v1/completions", {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+        ("/v1/completions", {"json_schema": SCHEMA, "grammar": ""}),
+        ("/v1/chat/completions", {"json_schema": json.dumps(SCHEMA)}),
+        ("/v1/chat/completions", {"grammar": GBNF}),
+        ("/v1/completions", {"ebnf": GBNF}),
+        ("/v1/completions", {"guided_grammar": GBNF}),
+        ("/v1/completions", {"structured_outputs": {"grammar": GBNF}}),
+        ("/v1/completions", {"regex": r'\{"name": "(ada|bob)"\}'}),
     ],
 )
 def test_an_answer_follows_a_schema_by_each_of_its_names(server, path, fields):
     text, ignored = answered(server, path, max_tokens=60, **fields)
-    assert json.loads(text)["name"] in ("ada", "bob")
+    name = json.loads(text)["name"]
+    assert name in ("ada", "bob")
     assert not ignored
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import ssl
 import stat
-import subprocess
 import time
 
 import httpx
@@ -17,22 +15,6 @@ from kvpager import InvalidArgumentError
 from kvpager.server.run import check_places
 from kvpager.server.settings import ServerSettings
 from server.running import ServerProcess, running
-
-OPENSSL = shutil.which("openssl")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A certificate for 127.0.0.1 and its key."""
-    if OPENSSL is None:
-        pytest.skip("there is no openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    files = [str(folder / "cert.pem"), str(folder / "key.pem")]
-    subject = ["-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1"]
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command = [OPENSSL, "req", "-x509", *key, "-days", "2", *subject]
-    subprocess.run([*command, "-out", files[0], "-keyout", files[1]], check=True)
-    return files
 
 
 def test_tls_needs_no_proxy(engine, certificate):

@@ -1,18 +1,22 @@
-"""The page: sound HTML, nothing from elsewhere, and in a browser a conversation that goes on."""
+"""The page's files: sound HTML, nothing from elsewhere; and its state, as it comes."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import httpx
 import pytest
 
+from kvpager.server.routes import page as page_routes
 from server.running import running
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SCRIPTS = ("page.js", "common.js", "markdown.js", "server.js")
+LIBRARIES = ("vendor/marked.js", "vendor/dompurify.js")
+FETCH = Path(__file__).parents[2] / "scripts" / "fetch_page_libraries.sh"
+VENDOR = Path(page_routes.__file__).parent.parent / "page" / "vendor"
 VOID = {"meta", "link", "input", "br"}
 
 
@@ -65,17 +69,31 @@ def test_sections_are_named_by_headings_that_exist(page):
 
 
 def test_nothing_comes_from_elsewhere(server):
-    for name in ("/", "/page/page.css", "/page/page.js"):
+    for name in ("/", "/page/page.css", *(f"/page/{script}" for script in SCRIPTS)):
         text = server.http.get(name).text.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//[a-z]", re.sub(r"^\s*//.*$", "", text, flags=re.M)), name
-    assert "default-src 'none'" in server.http.get("/").headers["content-security-policy"]
+    policy = server.http.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "require-trusted-types-for 'script'" in policy
     assert server.http.get("/page/../settings.py").status_code == 404
     assert server.http.get("/page/index.html").status_code == 404
 
 
+def test_libraries_are_there_with_their_licences_and_name_their_versions(server):
+    for name in LIBRARIES:
+        assert server.http.get(f"/page/{name}").status_code == 200
+        assert "sourceMappingURL" not in server.http.get(f"/page/{name}").text
+    fetched = dict(re.findall(r'^  "(\w+) ([\d.]+) sha512-', FETCH.read_text(), flags=re.M))
+    assert sorted(fetched) == ["dompurify", "marked"]
+    for name, version in fetched.items():
+        assert version in (VENDOR / f"{name}.js").read_text()[:200]
+        assert (VENDOR / f"{name}.LICENSE").stat().st_size > 1000
+
+
 def test_the_program_finds_every_element_it_uses(server, page):
     ids = {values.get("id") for _, values in page.elements}
-    program = server.http.get("/page/page.js").text
+    program = "".join(server.http.get(f"/page/{script}").text for script in SCRIPTS)
     used = re.findall(r'\bat\("([\w-]+)"\)', program) + re.findall(r'fill\("(\w+)"', program)
     assert used
     assert set(used) <= ids
@@ -98,31 +116,3 @@ def test_the_page_can_be_left_out(engine, tmp_path):
     with running(engine, tmp_path, page=False) as server:
         assert server.http.get("/").status_code == 404
         assert server.http.get("/monitor/events").status_code == 404
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize("width", [1280, 360])
-def test_a_conversation_in_a_browser_goes_on_from_what_was_computed(server, width):
-    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with api.sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        view = browser.new_page(viewport={"width": width, "height": 800}, bypass_csp=True)
-        wrong = []
-        view.on("console", lambda message: wrong.append(message.text))
-        view.on("pageerror", lambda error: wrong.append(str(error)))
-        view.goto(server.url)
-        for number, text in enumerate(("Write a class.", "Add a method."), 1):
-            view.fill("#text", text)
-            view.keyboard.press("Enter")
-            view.wait_for_function(
-                f"document.querySelectorAll('#messages li').length == {2 * number}"
-                " && !document.getElementById('send').disabled",
-                timeout=90_000,
-            )
-        cached = re.search(r"(\d+) of them cached", view.text_content("#usage"))
-        assert int(cached[1]) > 20
-        view.click("#sessions button")
-        view.wait_for_selector("#strip-table td.number")
-        assert view.evaluate("document.documentElement.scrollWidth") <= width
-        assert wrong == []
-        browser.close()

@@ -47,9 +47,18 @@ def test_two_turns_may_go_on_from_one_response(responses):
     assert one.id != other.id
 
 
-def test_an_unknown_response_is_404(responses):
-    with pytest.raises(openai.NotFoundError):
+def test_an_unknown_response_is_404_and_to_go_on_from_it_is_400(server, responses):
+    for ask in (server.openai.responses.retrieve, server.openai.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask("resp_none")
+    with pytest.raises(openai.BadRequestError) as raised:
         responses("Hi", previous_response_id="resp_none")
+    assert raised.value.body == {
+        "message": "Previous response with id 'resp_none' not found.",
+        "type": "invalid_request_error",
+        "param": "previous_response_id",
+        "code": "previous_response_not_found",
+    }
 
 
 def test_what_is_not_stored_cannot_be_retrieved(server, responses):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import openai
 import pytest
 
+from kvpager import InvalidArgumentError
+from kvpager.cli.needles import shipped_model_path
 from server.running import CODER, GREEDY, ServerProcess, coder_engine, running, started
 
 TURNS = ("Write a class that keeps a list of names.", "Add a method that sorts them.", "Why?")
@@ -198,3 +202,49 @@ def test_a_second_sigint_waits_no_longer_and_saves_all_the_same(tmp_path):
         assert process.process.wait(30) == 0
         assert "Traceback" not in "".join(process.said)
     assert_long_session_was_saved(tmp_path)
+
+
+LATE = """
+import atexit, os, signal, sys
+from kvpager import Engine, cli
+from kvpager.cli import serve
+
+interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+serve._tell = interrupt
+if sys.argv[1] == "closing":
+    Engine.__exit__ = interrupt
+else:
+    atexit.register(interrupt)
+options = ["--model", sys.argv[2], "--port", "0", "--store", "off", "--log-level", "error"]
+sys.exit(cli.main(["serve", *options]))
+"""
+
+
+@pytest.mark.parametrize(("when", "code"), [("closing", 130), ("exiting", 0)])
+def test_an_interrupt_after_the_servers_end_is_quiet(when, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, when, shipped_model_path(CODER)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def test_a_conversation_in_an_encrypted_store_goes_on_and_is_in_no_file(coder, tmp_path):
+    key, store = tmp_path / "key", tmp_path / "store"
+    key.write_text("5f" * 32 + "\n")
+    with started(coder, tmp_path / "plain") as server:
+        whole = converse(server, TURNS)
+    with started(coder, store, store_key=str(key)) as server:
+        first = converse(server, TURNS[:1])
+    with started(coder, store, store_key=str(key)) as server:
+        rest = converse(server, TURNS[1:], first[0].id)
+    assert texts(first + rest) == texts(whole)
+    seen = [path.read_bytes() for path in store.rglob("*") if path.is_file()]
+    ids = [response.id.encode() for response in first + rest]
+    words = [b"keeps a list", *(response.output_text.encode()[:12] for response in first), *ids]
+    assert seen
+    assert not any(word in data for data in seen for word in words)
+    with pytest.raises(InvalidArgumentError, match="key is None"), started(coder, store):
+        pass

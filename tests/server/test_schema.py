@@ -25,6 +25,8 @@ def test_the_endpoints_are_described(schema):
         "/v1/responses/{response_id}/cancel",
         "/v1/messages",
         "/v1/sessions",
+        "/v1/sessions/{name}/messages",
+        "/v1/sessions/{name}/rename",
         "/slots/{slot}",
         "/tokenize",
         "/detokenize",

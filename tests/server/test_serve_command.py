@@ -103,6 +103,20 @@ def test_keys_and_a_folder_are_looked_at_before_a_model_is_loaded(capsys, yaml, 
     assert "is 'many'" in port
 
 
+def test_a_misspelt_model_leaves_no_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    assert "no-such-model" in refused(capsys, "--model", "no-such-model")
+    assert "no-such-model" in refused(capsys, "--model", "no-such-model", "--store", "here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_logs_errors_alone_unless_a_level_is_given():
+    assert settings().log_level == "info"
+    assert settings("-q").log_level == "error"
+    assert settings("-q", "--log-level", "debug").log_level == "debug"
+
+
 def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from kvpager.server.strangers import Strangers
@@ -173,17 +174,19 @@ def test_what_a_page_can_send_without_asking_is_refused(here, kind):
     assert refused(here, content_type=kind, x_session_id="a")
 
 
-def test_a_request_without_a_type_is_another_clients_or_has_a_custom_header(here):
-    assert not refused(here)
-    assert not refused(here, "DELETE")
-    for sign in ("origin", "referer", "cookie", "sec_fetch_mode"):
-        browser = {sign: "http://localhost:8000"}
-        assert refused(here, **browser)
-        assert not refused(here, **browser, x_requested_with="page")
-        assert not refused(here, **browser, authorization="Bearer k")
-        assert not refused(here, **browser, content_type=JSON)
+def test_a_post_without_a_type_has_a_header_that_no_page_can_send(here):
+    assert refused(here)
+    # Neither what a browser sends by itself, nor what a proxy adds, is such a header.
+    for name in ("authorization", "referer", "x_forwarded_for", "x_request_id", "x_stainless_"):
+        assert refused(here, **{name: "Basic YTpi"})
+    for name in ("x_kvpager", "x_api_key", "x_session_id", "x_requested_with"):
+        assert not refused(here, **{name: "1"})
+        assert refused(here, **{name: " "})
+    assert not refused(here, x_stainless_lang="python")
+    assert not refused(here, authorization="Bearer k")
     assert not refused(here, content_type="application/octet-stream")
     assert not refused(here, content_type="Application/JSON; charset=utf-8")
+    assert not refused(here, "DELETE")  # a browser asks first
 
 
 def test_origins_that_are_allowed_may_use_the_server():
@@ -219,8 +222,14 @@ def test_what_a_page_of_another_site_sends_changes_nothing(server):
             assert answer.status_code == 403, (method, path, headers)
             assert "access-control-allow-origin" not in answer.headers
             assert answer.json()["error"]["code"] in ("host_not_allowed", "cross_site_request")
-    form = server.http.post("/v1/sessions/mine/pin", data={"a": "b"})
-    assert form.status_code == 400
+    for form in (
+        httpx.post(f"{server.url}/v1/sessions/mine/pin"),
+        server.http.post("/v1/sessions/mine/pin", data={"a": "b"}),
+        httpx.post(f"{server.url}/v1/sessions/made/import", content=b"x"),
+        httpx.post(f"{server.url}/slots/1?action=erase"),
+    ):
+        assert form.status_code == 400
+        assert "X-Kvpager: 1" in form.json()["error"]["message"]
     assert not server.http.get("/v1/sessions/mine").json()["pinned"]
     server.http.delete("/v1/sessions/mine")
 

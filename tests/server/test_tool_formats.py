@@ -7,7 +7,7 @@ import json
 import pytest
 
 from call_templates import TEMPLATES
-from kvpager.text.tool_calls import FORMATS
+from kvpager._runtime.text.tool_calls import FORMATS
 from server.running import CODER, coder, said, started
 
 SCHEMA = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
+import stat
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from kvpager.server import bodies, transfers
 from kvpager.server.errors import of, without_folders
 from kvpager.server.transfers import Transfers
+from kvpager.stores import FileStore
 from server.running import coder_engine, running, said
 
 QUESTION = "Write a class that keeps names and sorts them. " * 3
@@ -62,11 +66,13 @@ def test_what_is_exported_can_be_imported_however_large_a_request_may_be(coder, 
             assert answer.status_code == 200, answer.text
         refused = bring(server, "huge", b"x" * 8_000_001)
         assert refused.status_code == 413
-        assert "expected at most 8000000, which is store_budget" in refused.text
+        assert "expected at most 8000000 (store_budget)" in refused.text
         assert server.http.get("/v1/sessions/huge").status_code == 404
 
 
-def test_no_more_than_a_block_of_a_transfer_is_in_memory(server, conversation, monkeypatch):
+def test_no_more_than_a_block_of_a_transfer_is_in_memory(
+    server, conversation, tmp_path, monkeypatch
+):
     monkeypatch.setattr(transfers, "_BLOCK", 100_000)
     largest = 0
 
@@ -76,7 +82,8 @@ def test_no_more_than_a_block_of_a_transfer_is_in_memory(server, conversation, m
             largest = max(largest, len(block))
             return super().write(block)
 
-    monkeypatch.setattr(Path, "open", lambda path, mode: Written(path, mode.rstrip("b")))
+    written = tmp_path / "written"
+    monkeypatch.setattr(transfers.tempfile, "TemporaryFile", lambda **_: Written(written, "w+"))
     assert bring(server, "blocks", conversation[1]).status_code == 200
     assert 100_000 <= largest < 400_000
     sizes = []
@@ -89,6 +96,8 @@ def test_no_more_than_a_block_of_a_transfer_is_in_memory(server, conversation, m
 @pytest.mark.parametrize("options", [{}, {"stop": ["("]}, {"stop": ["s"]}, {"max_tokens": 60}])
 @pytest.mark.parametrize("over", [None, QUESTION, "Something else"])
 def test_an_imported_session_goes_on_with_all_its_tokens(server, conversation, over, options):
+    for name in ("whole", "over"):
+        server.http.delete(f"/v1/sessions/{name}")
     answer = turn(server, "whole", QUESTION, **options)["choices"][0]["message"]["content"]
     content = export(server, "whole")
     if over is not None:
@@ -157,17 +166,15 @@ def test_a_full_disk_is_507_and_changes_nothing(server, conversation, monkeypatc
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "/srv/secret")
 
-    class Full(io.FileIO):
+    class Full(io.BytesIO):
         write = full
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", lambda path, mode: Full(path, mode.rstrip("b")))
+        patched.setattr(transfers.tempfile, "TemporaryFile", lambda **_: Full())
         answer = bring(server, "full", conversation[1])
     assert answer.status_code == 507
     assert "secret" not in answer.text
     assert server.http.get("/v1/sessions/full").status_code == 404
-    monkeypatch.setattr("kvpager.session.Session.save", full)
-    assert server.http.get("/v1/sessions/whole/export").status_code == 507
     assert not server.service.transfers._running
 
 
@@ -185,8 +192,8 @@ def test_an_import_that_comes_too_slowly_ends_and_leaves_nothing(server, monkeyp
 
 
 def test_exports_that_nobody_reads_are_few_and_leave_no_file(engine, tmp_path, monkeypatch):
-    async def unread(file, seconds):
-        yield file.read(1000)
+    async def unread(image, seconds):
+        yield image.read_piece(0)
         await asyncio.sleep(seconds)
 
     monkeypatch.setattr(transfers, "send", unread)
@@ -200,15 +207,111 @@ def test_exports_that_nobody_reads_are_few_and_leave_no_file(engine, tmp_path, m
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "too_many_transfers"
         assert bring(server, "other", b"x").status_code == 429
-        files = [one for one in (tmp_path / ".transfers").rglob("*") if one.is_file()]
-        assert [one.name for one in files] == ["lock"]
+        assert not list((tmp_path / ".transfers").iterdir())
         for one in open_ones:
             one.close()
         deadline = time.monotonic() + 30
         while server.service.transfers._running and time.monotonic() < deadline:
             time.sleep(0.01)
         assert bring(server, "other", b"x").status_code == 400
-    assert not list((tmp_path / ".transfers").iterdir())
+
+
+def files_and_folders(*roots):
+    """Regular files that this process has open, and when names were last put into folders."""
+    opened = {}
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(one.stat().st_mode):
+                opened[one.name] = str(one.readlink())
+    folders = [one for root in roots for one in (root, *root.rglob("*")) if one.is_dir()]
+    return opened, {one: one.stat().st_mtime_ns for one in folders}
+
+
+@pytest.mark.parametrize("where", ["in memory", "in the store"])
+def test_a_get_makes_no_files_and_keeps_nothing(coder, tmp_path, monkeypatch, where):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with coder_engine(*coder) as engine, running(engine, tmp_path / "store") as server:
+        turn(server, "whole", QUESTION)
+        source = next(iter(server.service._conversations.values()))
+        if where == "in the store":
+            assert source.release_oldest()
+        server.http.get("/v1/sessions/whole")  # whatever is opened once
+        during, send = [], transfers.send
+
+        async def watched(*arguments):
+            async for block in send(*arguments):
+                during.append(files_and_folders(tmp_path))
+                yield block
+
+        monkeypatch.setattr(transfers, "_BLOCK", 100_000)
+        monkeypatch.setattr(transfers, "send", watched)
+        before, kept = files_and_folders(tmp_path), source.names()
+        content = export(server, "whole")
+        for path in ("", "/whole", "/whole/ledger"):
+            server.http.get(f"/v1/sessions{path}").raise_for_status()
+        assert len(during) >= 3
+        packs = [folder for folder in before[1] if "store" in folder.parts]
+        for opened, folders in [*during, files_and_folders(tmp_path)]:
+            assert folders == before[1]
+            # What a saved conversation is read from is there already.
+            made = {name: file for name, file in opened.items() if before[0].get(name) != file}
+            assert all(Path(file).parent in packs for file in made.values()), made
+        assert source.names() == kept
+        assert bring(server, "again", content).status_code == 200
+
+
+def test_of_an_export_that_nobody_reads_a_block_is_made():
+    made = []
+
+    class Image:
+        pieces = 1000
+
+        def read_piece(self, piece):
+            made.append(piece)
+            return bytes([piece % 251]) * 70_000
+
+    async def read():
+        sent = transfers.send(Image(), 60.0)
+        first = await anext(sent)
+        assert len(first) < transfers._BLOCK + 70_000
+        assert len(made) == len(first) // 70_000
+        rest = [block async for block in sent]
+        return first + b"".join(rest)
+
+    assert asyncio.run(read()) == b"".join(bytes([i % 251]) * 70_000 for i in range(1000))
+
+
+def test_an_export_is_the_file_that_a_save_writes_while_others_generate(server, tmp_path):
+    answer = turn(server, "whole", QUESTION)["choices"][0]["message"]["content"]
+    (source,) = server.service._conversations.values()
+    with source.fork("whole", None, "fail")[0] as session:
+        saved = session.save(tmp_path / "saved.kvsnap")
+    ended = threading.Event()
+
+    def others():
+        while not ended.is_set():
+            turn(server, "whole", QUESTION, answer, "Go on.", max_tokens=10)
+            turn(server, "other", "A list.", max_tokens=30)
+
+    content = export(server, "whole")
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        during = [export(server, "whole") for _ in range(10)]
+    finally:
+        ended.set()
+        thread.join()
+    (tmp_path / "sent.kvsnap").write_bytes(content)
+    sent = FileStore().open(str(tmp_path / "sent.kvsnap"))
+    assert (sent.logical_digest, len(sent.tokens)) == (saved.logical_digest, saved.tokens)
+    assert len(content) == saved.bytes_written
+    for one in during:
+        (tmp_path / "during.kvsnap").write_bytes(one)
+        assert FileStore().open(str(tmp_path / "during.kvsnap")).verify(1) == []
+        assert bring(server, "again", one).status_code == 200
+    for name in ("whole", "other", "again"):
+        server.http.delete(f"/v1/sessions/{name}")
 
 
 def test_head_and_ranges_of_an_export_write_no_second_file(server, conversation):
@@ -220,16 +323,18 @@ def test_head_and_ranges_of_an_export_write_no_second_file(server, conversation)
     assert len(part.content) == len(conversation[1])
 
 
-def test_what_a_killed_server_was_writing_goes_when_the_next_one_starts(tmp_path):
-    killed, running_one = Transfers(str(tmp_path), 1), Transfers(str(tmp_path), 1)
-    killed._lock.close()  # as the kernel does
-    (killed._folder / "half").mkdir()
-    (killed._folder / "half" / "session.kvsnap").write_bytes(b"x" * 1000)
-    third = Transfers(str(tmp_path), 1)
-    left = {one.name for one in (tmp_path / ".transfers").iterdir()}
-    assert left == {running_one._folder.name, third._folder.name}
-    for one in (running_one, third):
-        one.close()
+def test_of_an_import_no_file_has_a_name_so_that_a_kill_leaves_none(tmp_path):
+    async def parts():
+        yield b"x" * 1000
+        assert not list((tmp_path / ".transfers").iterdir())
+        yield b"y"
+
+    async def written():
+        async with Transfers(str(tmp_path), 1).received(parts()) as path:
+            assert not list((tmp_path / ".transfers").iterdir())
+            return Path(path).read_bytes()
+
+    assert asyncio.run(written()) == b"x" * 1000 + b"y"
 
 
 def test_messages_name_no_folder():

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from kvpager.server.errors import retry_after
-from kvpager.server.streaming import event
+from kvpager.server.responding import event
 from server.running import said
 
 LINE_ENDS = "".join(chr(code) for code in range(0x110000) if len(f"a{chr(code)}b".splitlines()) > 1)
@@ -93,6 +93,7 @@ def test_usage_so_far_never_counts_down(server, path):
         **prompt,
         "n": 3,
         "seed": 1,
+        "temperature": 1.0,
         "stop": ["e", "o"],  # so that the choices end at different times
         "max_tokens": 24,
         "stream": True,

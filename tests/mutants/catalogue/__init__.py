@@ -2,16 +2,21 @@
 
 from mutants.catalogue.admission import ADMISSION
 from mutants.catalogue.attention import ATTENTION
+from mutants.catalogue.audits import AUDITS
+from mutants.catalogue.blocks import BLOCKS
 from mutants.catalogue.bookkeeping import BOOKKEEPING
+from mutants.catalogue.buckets import BUCKETS
 from mutants.catalogue.codes import CODES
 from mutants.catalogue.commands import COMMANDS
 from mutants.catalogue.companions import COMPANIONS
 from mutants.catalogue.compressed_weights import COMPRESSED_WEIGHTS
+from mutants.catalogue.connectors import CONNECTORS
 from mutants.catalogue.devices import DEVICES
 from mutants.catalogue.drafts import DRAFTS
 from mutants.catalogue.durability import DURABILITY
 from mutants.catalogue.front_door import FRONT_DOOR
 from mutants.catalogue.given import GIVEN_ROWS
+from mutants.catalogue.gradients import GRADIENTS
 from mutants.catalogue.identity import IDENTITY
 from mutants.catalogue.lifetimes import LIFETIMES
 from mutants.catalogue.machine import MACHINE
@@ -27,7 +32,6 @@ from mutants.catalogue.results import RESULTS
 from mutants.catalogue.rotary import ROTARY
 from mutants.catalogue.runtime import RUNTIME
 from mutants.catalogue.sampling import SAMPLING
-from mutants.catalogue.segment_commands import SEGMENT_COMMANDS
 from mutants.catalogue.segments import SEGMENT_MUTANTS
 from mutants.catalogue.selection import SELECTION
 from mutants.catalogue.serving import SERVING
@@ -38,6 +42,7 @@ from mutants.catalogue.windows import WINDOWS
 CATALOGUE = (
     *ADMISSION,
     *SERVING,
+    *AUDITS,
     *ATTENTION,
     *CODES,
     *SELECTION,
@@ -47,6 +52,9 @@ CATALOGUE = (
     *GIVEN_ROWS,
     *SNAPSHOTS,
     *DURABILITY,
+    *BLOCKS,
+    *BUCKETS,
+    *CONNECTORS,
     *IDENTITY,
     *WINDOWS,
     *PROBES,
@@ -57,10 +65,10 @@ CATALOGUE = (
     *QUANTISED,
     *ROTARY,
     *SEGMENT_MUTANTS,
-    *SEGMENT_COMMANDS,
     *COMMANDS,
     *RUNTIME,
     *LIFETIMES,
+    *GRADIENTS,
     *TRANSFORMERS_CACHES,
     *SAMPLING,
     *FRONT_DOOR,

@@ -2,6 +2,9 @@
 
 from mutants.mutant import Mutant
 
+PAGER_POOL = "python/test_pager_pool.py::"
+PAGER_PLACEMENT = "python/test_pager_placement.py::"
+THREAD_COUNT = "cpp/kernels/thread_count_test.cc::"
 ATTEND = "cpp/kernels/attend_test.cc::"
 IN_ORDER = (
     ATTEND + "attention equals the documented order in every bit and binary64 within tolerance"
@@ -42,9 +45,8 @@ ATTENTION = (
         killers=(
             WAVES,
             PLACEMENT,
-            "python/test_defects_pool.py::test_block_placement_and_history_permute_nothing",
-            "python/test_pager_placement.py::"
-            "test_an_eighth_of_the_pool_gives_the_same_bits_as_all_of_it",
+            PAGER_POOL + "test_block_placement_and_history_permute_nothing",
+            PAGER_PLACEMENT + "test_an_eighth_of_the_pool_gives_the_same_bits_as_all_of_it",
         ),
     ),
     Mutant(
@@ -112,8 +114,7 @@ ATTENTION = (
         old="next < walk.end_piece && impl.done[next].load(); ++next) {",
         new="next < walk.end_piece; ++next) {",
         killers=(
-            "cpp/kernels/thread_count_test.cc::"
-            "splits that are done before those ahead of them wait to be merged",
+            THREAD_COUNT + "splits that are done before those ahead of them wait to be merged",
         ),
     ),
     Mutant(
@@ -123,8 +124,8 @@ ATTENTION = (
         old="attend_wave(params, middle, split_end, workspace, pool);",
         new="attend_wave(params, middle + 1, split_end, workspace, pool);",
         killers=(
-            "cpp/kernels/thread_count_test.cc::"
-            "splits computed apart that would take too much memory are taken in parts, same bits",
+            THREAD_COUNT
+            + "splits computed apart that would take too much memory are taken in parts, same bits",
         ),
     ),
     Mutant(
@@ -199,10 +200,7 @@ ATTENTION = (
         old="    if (queries[q].end < common_end) common_end = queries[q].end;\n",
         new="    const int lanes = (queries[q].end + 15) & ~15;\n"
         "    if (lanes < common_end) common_end = lanes;\n",
-        killers=(
-            IN_ORDER,
-            "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
-        ),
+        killers=(IN_ORDER, PAGER_POOL + "test_rows_after_the_committed_length_are_never_read"),
     ),
     Mutant(
         name="scores-masked-by-adding",
@@ -211,9 +209,7 @@ ATTENTION = (
         old="    x = keep_range(x, query.begin - t, query.end - t, -__builtin_inff());\n",
         new="    x = add(x, keep_range(splat(0.0f), query.begin - t, query.end - t,\n"
         "                          -__builtin_inff()));\n",
-        killers=(
-            "python/test_defects_pool.py::test_rows_after_the_committed_length_are_never_read",
-        ),
+        killers=(PAGER_POOL + "test_rows_after_the_committed_length_are_never_read",),
     ),
     Mutant(
         name="two-roundings-for-fmaf",
@@ -232,7 +228,7 @@ ATTENTION = (
     if (!row_fits""",
         new="""\
     if (!row_fits""",
-        killers=("python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",),
+        killers=(PAGER_PLACEMENT + "test_threads_packing_and_padding_change_no_bit",),
     ),
     Mutant(
         name="padding-output-unwritten",

@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+PAGER_SPANS = "python/test_pager_spans.py::"
 LEDGER = "cpp/core/ledger_test.cc::"
 ORDER = "cpp/core/eviction_order_test.cc::"
 SPANS = "cpp/pager/spans_test.cc::"
@@ -135,7 +136,7 @@ BOOKKEEPING = (
         file="csrc/pager/commit.cc",
         old="    left -= more;\n",
         new="    left = 0;\n",
-        killers=(CUT, "python/test_pager_spans.py::test_spans_of_one_sequence_may_lie_apart"),
+        killers=(CUT, PAGER_SPANS + "test_spans_of_one_sequence_may_lie_apart"),
     ),
     Mutant(
         name="a-refused-forward-keeps-its-sequences",
@@ -143,9 +144,6 @@ BOOKKEEPING = (
         file="csrc/pager/running_forward.cc",
         old="    part.sequence->part = -1;\n  }\n",
         new="  }\n",
-        killers=(
-            "python/test_pager_spans.py::"
-            "test_a_sequence_that_a_refused_forward_named_is_free_again",
-        ),
+        killers=(PAGER_SPANS + "test_a_sequence_that_a_refused_forward_named_is_free_again",),
     ),
 )

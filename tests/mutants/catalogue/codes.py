@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+MODEL_CODES = "model/test_codes.py::"
 CODES_TEST = "cpp/kernels/codes_test.cc::"
 TENSOR_TEST = "cpp/cuda/attend_tensor_test.cc::"
 RANDOM = (
@@ -44,10 +45,10 @@ CODES = (
     ),
     Mutant(
         name="codes-in-a-layout-without-room",
-        breaks="a reader of 1.2 refuses a file with codes, by the version of its layout",
+        breaks="a layout with codes has the fields of codes too",
         file="csrc/snapshot/metadata.cc",
-        old="? kCodesVersion : kSectionVersion;",
-        new="? kSectionVersion : kSectionVersion;",
+        old="  const bool coded = has_codes(layout);\n",
+        new="  const bool coded = false;\n",
         killers=("python/test_golden_snapshots.py::test_every_field_is_what_was_saved",),
     ),
     Mutant(
@@ -70,9 +71,9 @@ CODES = (
         name="a-selection-by-queries-as-they-came",
         breaks="summaries are of keys as they are stored, and so are the queries they are held to",
         file="csrc/pager/scan.cc",
-        old="        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers.data());\n",
+        old="        if (layout.k_rotated) rotate_queries(layout.k_dim, group, numbers);\n",
         new="",
-        killers=("model/test_codes.py::test_a_trained_model_finds_its_needles",),
+        killers=(MODEL_CODES + "test_a_trained_model_finds_its_needles",),
     ),
     Mutant(
         name="a-float-layer-as-long-as-others",
@@ -87,18 +88,17 @@ CODES = (
     Mutant(
         name="a-fingerprint-that-knows-no-rotation",
         breaks="K/V that are rotated and K/V that are not are no text of each other",
-        file="python/kvpager/fingerprint.py",
+        file="python/kvpager/_model/identity/fingerprint.py",
         old='        said["kv_rotation"] = layout.rotation',
         new="        pass",
         killers=(
-            "model/test_codes.py"
-            "::test_a_text_is_refused_by_an_engine_that_rotates_or_keeps_other_layers",
+            MODEL_CODES + "test_a_text_is_refused_by_an_engine_that_rotates_or_keeps_other_layers",
         ),
     ),
     Mutant(
         name="a-conversion-that-says-nothing",
         breaks="what was converted is refused where nobody asked for an approximation",
-        file="python/kvpager/snapshots/converting.py",
+        file="python/kvpager/_runtime/snapshots/converting.py",
         old='        CONVERTED: found.format if before is None else f"{before}, {found.format}",\n',
         new="",
         killers=(

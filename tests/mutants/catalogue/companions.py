@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 GROUP = "python/test_cache_group.py::"
 TRIM = "model/test_trim_and_update.py::"
 REAL = "model/test_companions.py::"
-DEFECTS = "model/test_defects_companions.py::"
+REFUSING = "model/test_companions_that_refuse.py::"
 PAIRS = GROUP + "test_a_trim_takes_from_each_cache_what_the_pair_of_answers_says"
 
 COMPANIONS = (
@@ -88,7 +88,7 @@ COMPANIONS = (
     Mutant(
         name="a-refused-trim-loses-the-text",
         breaks="the text survives every trim; what no cache holds of it is owed",
-        file="python/kvpager/text/cursor.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        self._uncomputed = (position, tokens)\n",
         new="        self._uncomputed = (position, tokens[:0])\n",
         killers=(
@@ -99,7 +99,7 @@ COMPANIONS = (
     Mutant(
         name="owed-tokens-outlive-the-cut",
         breaks="a trim takes tokens that are owed away like any others",
-        file="python/kvpager/text/cursor.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="            self._uncomputed = (committed, self.uncomputed[: position - committed])\n",
         new="            pass\n",
         killers=(TRIM + "test_owed_tokens_can_be_cut_edited_and_forked",),
@@ -107,7 +107,7 @@ COMPANIONS = (
     Mutant(
         name="owed-tokens-are-computed-only-in-one-mode",
         breaks="what is owed is computed before the next token, in every mode",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        if self.uncomputed.size:\n            return True\n",
         new='        if self.uncomputed.size and self.config.exact == "reuse":\n'
         "            return True\n",
@@ -119,7 +119,7 @@ COMPANIONS = (
     Mutant(
         name="a-fork-owes-nothing",
         breaks="what is owed is owed by a fork too",
-        file="python/kvpager/text/cursor.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        twin._uncomputed = self._uncomputed\n",
         new="        twin._uncomputed = None\n",
         killers=(
@@ -130,7 +130,7 @@ COMPANIONS = (
     Mutant(
         name="an-edit-keeps-what-came-before-it-too-long",
         breaks="an update keeps the common beginning and not a token more",
-        file="python/kvpager/scheduling/trim.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="    kept = int(different[0]) if different.size else common\n",
         new="    kept = int(different[-1]) if different.size else common\n",
         killers=(
@@ -141,7 +141,7 @@ COMPANIONS = (
     Mutant(
         name="an-edit-computes-everything-anew",
         breaks="an update computes what follows the edit and nothing before it",
-        file="python/kvpager/scheduling/trim.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="    trim(core, transcript, kept)\n",
         new="    trim(core, transcript, 0)\n",
         killers=(
@@ -162,7 +162,7 @@ COMPANIONS = (
         breaks="what cannot be generated is refused before anything is dropped",
         file="python/kvpager/session.py",
         old="        generation = Generation.checked("
-        "self.core, max_new_tokens, options, logprobs=logprobs)\n"
+        "self.core, max_new_tokens, chosen, logprobs=logprobs)\n"
         "        generation.check_seed(seed)\n"
         "        room",
         new="        generation = Generation.checked(self.core, max_new_tokens, {})\n        room",
@@ -179,7 +179,7 @@ COMPANIONS = (
     Mutant(
         name="a-cut-that-failed-beside-it-leaves-the-text",
         breaks="the text is cut where its primary cache was, whatever a companion raises",
-        file="python/kvpager/scheduling/trim.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="        if transcript.committed <= position:\n"
         "            transcript.finish_cut(position, held)\n",
         new="        pass\n    transcript.finish_cut(position, held)\n",
@@ -188,7 +188,7 @@ COMPANIONS = (
     Mutant(
         name="what-others-hold-still-counts-as-lost",
         breaks="tokens_reprefilled counts what has to be computed again, not what is found",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        self.trims.tokens_reprefilled -= found\n",
         new="",
         killers=(TRIM + "test_what_was_lost_is_not_counted_where_others_hold_it_still",),
@@ -196,7 +196,7 @@ COMPANIONS = (
     Mutant(
         name="what-was-owed-before-counts-as-found",
         breaks="tokens_reprefilled gives back no more than it has counted",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="lost if kept < lost else min(self._reprefilled_to, position)\n",
         new="position if kept < position else 0\n",
         killers=(TRIM + "test_tokens_that_were_owed_before_a_cut_are_no_loss_of_it",),
@@ -204,7 +204,7 @@ COMPANIONS = (
     Mutant(
         name="a-text-found-with-others-runs-an-empty-forward",
         breaks="what is owed may be found with others to the last token",
-        file="python/kvpager/scheduling/packing.py",
+        file="python/kvpager/_runtime/scheduling/packing.py",
         old="        if packing.used:  # shared chunks may have provided all uncomputed tokens\n"
         "            packing.run()\n",
         new="        packing.run()\n",
@@ -213,7 +213,7 @@ COMPANIONS = (
     Mutant(
         name="a-window-forgets-that-it-let-go",
         breaks="a window that has let go of what lies behind it says so, and begins anew",
-        file="python/kvpager/text/primary.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="        if 0 < kept < earliest:\n",
         new="        if kept < 0:\n",
         killers=(
@@ -224,7 +224,7 @@ COMPANIONS = (
     Mutant(
         name="a-window-refuses-what-it-could-do",
         breaks="a trim within rewind_tokens succeeds where all layers are windowed",
-        file="python/kvpager/text/primary.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="        if 0 < kept < earliest:\n",
         new="        if 0 < kept <= earliest > 0:\n",
         killers=(REAL + "test_a_window_can_be_cut_from_its_earliest_position_on_and_not_before",),
@@ -232,18 +232,18 @@ COMPANIONS = (
     Mutant(
         name="a-state-is-said-to-be-anywhere",
         breaks="a trim of recurrent layers names the place from which they go on",
-        file="python/kvpager/text/primary.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="            kept = transcript.states.nearest(position)\n",
         new="            pass\n",
         killers=(
-            DEFECTS + "test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing",
+            REFUSING + "test_a_hybrid_that_has_no_state_at_the_cut_says_so_and_changes_nothing",
             REAL + "test_a_recurrent_target_goes_back_to_the_state_before_the_cut_and_has_no_draft",
         ),
     ),
     Mutant(
         name="the-state-stays-where-it-was",
         breaks="a recurrent state is rewound with the K/V",
-        file="python/kvpager/text/primary.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="        transcript.provisional = False\n"
         "        if transcript.states is not None:\n"
         "            transcript.states.rewind(position)\n",
@@ -255,7 +255,7 @@ COMPANIONS = (
     Mutant(
         name="companions-are-not-cut",
         breaks="a session's companions are cut with it",
-        file="python/kvpager/scheduling/trim.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="CacheGroup(PrimaryCache(transcript), transcript.companions, transcript.trims)",
         new="CacheGroup(PrimaryCache(transcript), [], transcript.trims)",
         killers=(
@@ -266,7 +266,7 @@ COMPANIONS = (
     Mutant(
         name="a-refused-prompt-leaves-what-it-shares",
         breaks="a prompt that does not fit leaves the session its text",
-        file="python/kvpager/scheduling/feed.py",
+        file="python/kvpager/_runtime/scheduling/feed.py",
         old="core.pager.sequence(salt=transcript.sequence.salt), text=text\n",
         new="core.pager.sequence(salt=transcript.sequence.salt)\n",
         killers=(TRIM + "test_a_prompt_that_does_not_fit_leaves_an_empty_session_empty",),
@@ -274,15 +274,15 @@ COMPANIONS = (
     Mutant(
         name="what-is-ahead-must-fit-into-what-is-asked-for",
         breaks="an abandoned stream leaves nothing that a shorter generation would notice",
-        file="python/kvpager/text/reservations.py",
-        old="max([self.sequence.length, *(one.total_tokens for one in self._held)])",
-        new="max(one.total_tokens for one in self._held)",
+        file="python/kvpager/_runtime/text/transcript.py",
+        old="max([self.sequence.length, *self._reserved.values()])",
+        new="max(self._reserved.values())",
         killers=(TRIM + "test_less_may_be_generated_than_an_abandoned_stream_has_ahead",),
     ),
     Mutant(
         name="a-text-cut-to-nothing-has-a-last-token",
         breaks="a stream whose text was cut to nothing says so, and ends alone",
-        file="python/kvpager/scheduling/packing.py",
+        file="python/kvpager/_runtime/scheduling/packing.py",
         old="        if last < 0:",
         new="        if last < -1:",
         killers=(
@@ -301,7 +301,7 @@ COMPANIONS = (
     Mutant(
         name="rows-out-of-reach-are-computed-again",
         breaks="provisional rows are given up where their window still is",
-        file="python/kvpager/text/cursor.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="self.forget_from(boundary if within_reach else self._provisional)",
         new="self.forget_from(boundary)",
         killers=(REAL + "test_rows_to_be_computed_again_are_those_whose_window_is_there",),
@@ -309,7 +309,7 @@ COMPANIONS = (
     Mutant(
         name="a-cut-forgets-which-rows-are-provisional",
         breaks="nothing provisional is ever sealed, whatever was cut before",
-        file="python/kvpager/text/cursor.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="            if self._provisional is not None and position <= self._provisional:\n"
         "                self._provisional = None\n",
         new="            self._provisional = None\n",
@@ -318,7 +318,7 @@ COMPANIONS = (
     Mutant(
         name="a-cut-needs-a-block",
         breaks="a text can be cut anywhere, whatever room there is",
-        file="python/kvpager/text/primary.py",
+        file="python/kvpager/_runtime/scheduling/trim.py",
         old="            if boundary == position or 0 < boundary < earliest:\n"
         "                raise\n",
         new="            raise\n",

@@ -2,7 +2,7 @@
 
 from mutants.mutant import Mutant
 
-TEST = "cpp/kernels/compressed_weights_test.cc::"
+TEST = "cpp/compute/compressed_weights_test.cc::"
 ORDER = TEST + "products of copies have the order of operations that is written down, in every tier"
 READ = TEST + "copies are read in place of the weights, by few rows"
 MARKED = TEST + "a group with a weight that 12 bits cannot hold is read from the weights"
@@ -13,9 +13,9 @@ THREADS = TEST + "threads change no bit of copies, nor of products of them"
 OTHERS = TEST + "experts and programs read copies, too"
 MODEL = "model/test_compress_weights.py::"
 
-KERNEL = "csrc/kernels/linear_compressed_isa.h"
-COPIES = "csrc/kernels/compressed_weights.cc"
-OPENING = "python/kvpager/opening/compression.py"
+KERNEL = "csrc/compute/linear_compressed_isa.h"
+COPIES = "csrc/compute/compressed_weights.cc"
+OPENING = "python/kvpager/_model/facts/compression.py"
 
 COMPRESSED_WEIGHTS = (
     Mutant(
@@ -93,7 +93,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="a-panel-has-the-first-outputs-copies",
         breaks="threads change no bit of products of copies",
-        file="csrc/kernels/linear.cc",
+        file="csrc/compute/linear.cc",
         old="    part.compressed = part.compressed.from(first);\n",
         new="",
         killers=(THREADS,),
@@ -101,7 +101,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="products-with-copies-and-without-are-computed-alike",
         breaks="products that are computed at once may have copies or not",
-        file="csrc/kernels/linear.cc",
+        file="csrc/compute/linear.cc",
         old="return one.compressed.groups != nullptr;",
         new="return one.rows > 0;",
         killers=(TEST + "of products that are computed at once some may have copies",),
@@ -109,8 +109,8 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="many-rows-read-copies",
         breaks="copies are read where they take less time than the weights",
-        file="csrc/kernels/linear.cc",
-        old="products->rows > kernels().linear_compressed_rows(products->dtype)",
+        file="csrc/compute/linear.cc",
+        old="products->rows > linear_kernels().linear_compressed_rows(products->dtype)",
         new="false",
         killers=(READ,),
     ),
@@ -141,7 +141,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="experts-read-no-copies",
         breaks="decoding a mixture reads copies of its experts",
-        file="csrc/kernels/linear_experts.cc",
+        file="csrc/compute/linear_experts.cc",
         old="linear(&*first, last - first, pool, compressed);",
         new="linear(&*first, last - first, pool);",
         killers=(OTHERS,),
@@ -149,7 +149,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="programs-read-no-copies",
         breaks="a recorded decode step reads copies of weights",
-        file="csrc/kernels/program.cc",
+        file="csrc/compute/program.cc",
         old="static_cast<int64_t>(products.size()), pool, compressed);",
         new="static_cast<int64_t>(products.size()), pool);",
         killers=(OTHERS,),
@@ -157,7 +157,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="a-recording-knows-no-copies",
         breaks="a recorded decode step reads copies of weights",
-        file="python/kvpager/execution/recordings.py",
+        file="python/kvpager/_runtime/execution/recordings.py",
         old="    compressed = None if linear is None else linear.compressed\n",
         new="    compressed = None\n",
         killers=(
@@ -168,7 +168,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="experts-are-not-copied",
         breaks="decoding a mixture reads copies of its experts",
-        file="python/kvpager/hf/linear.py",
+        file="python/kvpager/_model/seam/linear.py",
         old=" or (experts and weight.ndim == 3)",
         new="",
         killers=(MODEL + "test_experts_are_copied",),
@@ -176,7 +176,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="a-tied-head-is-copied-twice",
         breaks="copies are of every layer's weights once",
-        file="python/kvpager/hf/linear.py",
+        file="python/kvpager/_model/seam/linear.py",
         old="                    seen.add(id(weight))\n",
         new="",
         killers=(MODEL + "test_a_weight_that_two_layers_share_is_copied_once",),
@@ -184,7 +184,7 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="weights-of-other-kinds-are-copied",
         breaks="weights that no product is made of get no copies",
-        file="python/kvpager/hf/linear.py",
+        file="python/kvpager/_model/seam/linear.py",
         old=" and type(weight) in _PLAIN and id(weight)",
         new=" and id(weight)",
         killers=(MODEL + "test_weights_of_a_librarys_own_kind_are_left_alone",),
@@ -200,8 +200,8 @@ COMPRESSED_WEIGHTS = (
     Mutant(
         name="a-closed-engine-keeps-its-copies",
         breaks="closing an engine frees the copies of its weights",
-        file="python/kvpager/execution/core.py",
-        old="                steps.callback(self.linear.compressed.clear)\n",
+        file="python/kvpager/_runtime/execution/core.py",
+        old="                steps.callback(linear.compressed.clear)\n",
         new="                pass\n",
         killers=(MODEL + "test_closing_an_engine_frees_the_copies",),
     ),

@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+GRAPHS = "model/test_graphs.py::"
 ENGINE = "model/test_device_engine.py::"
 SIMULATED = "model/test_device_simulated.py::"
 PAGER = "python/test_device_pager.py::"
@@ -21,7 +22,7 @@ DEVICES = (
     Mutant(
         name="rows-of-the-head-are-chosen-by-an-index-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
-        file="python/kvpager/hf/head.py",
+        file="python/kvpager/_model/seam/causal_lm.py",
         old="torch.tensor(index, device=hidden.device)",
         new='torch.tensor(index, device="cpu")',
         killers=(MIXES,),
@@ -29,7 +30,7 @@ DEVICES = (
     Mutant(
         name="positions-stay-on-the-cpu",
         breaks="every tensor that meets the model is where the model is",
-        file="python/kvpager/execution/runner.py",
+        file="python/kvpager/_runtime/execution/runner.py",
         old="self._decoded(forward, self._on_device(tokens), self._on_device(positions))",
         new="self._decoded(forward, self._on_device(tokens), torch.from_numpy(positions))",
         killers=(MIXES,),
@@ -37,7 +38,7 @@ DEVICES = (
     Mutant(
         name="made-up-rows-stay-on-the-cpu",
         breaks="the row proof runs on the model's device",
-        file="python/kvpager/hf/cancelling.py",
+        file="python/kvpager/_model/proof/cancelling.py",
         old="pairs.equal(rows, generator).to(weight.dtype).to(weight.device)",
         new="pairs.equal(rows, generator).to(weight.dtype)",
         killers=(SIMULATED + "test_the_row_proof_and_the_table_of_shapes_run_where_the_model_is",),
@@ -85,20 +86,18 @@ DEVICES = (
     Mutant(
         name="a-graph-that-nobody-tried",
         breaks="a graph is replayed only if it has the bits of its operations",
-        file="python/kvpager/execution/graphs.py",
+        file="python/kvpager/_runtime/execution/graphs.py",
         old="                if same_bits(hidden, expected):\n",
         new="                if hidden.shape == expected.shape:\n",
-        killers=("model/test_graphs.py::test_a_graph_with_other_bits_is_never_replayed",),
+        killers=(GRAPHS + "test_a_graph_with_other_bits_is_never_replayed",),
     ),
     Mutant(
         name="a-graph-of-memory-that-is-gone",
         breaks="a graph that writes to memory that was allocated again is captured again",
-        file="python/kvpager/execution/graphs.py",
+        file="python/kvpager/_runtime/execution/graphs.py",
         old="            if known is None or known.generation == self._pager.generation:\n",
         new="            if known is None or known.generation <= self._pager.generation:\n",
-        killers=(
-            "model/test_graphs.py::test_what_was_captured_before_memory_moved_is_captured_again",
-        ),
+        killers=(GRAPHS + "test_what_was_captured_before_memory_moved_is_captured_again",),
     ),
     Mutant(
         name="every-device-has-shared-memory-enough",
@@ -212,7 +211,7 @@ DEVICES = (
     Mutant(
         name="a-gpus-products-are-kvpagers-unasked",
         breaks='linear="auto" is torch\'s on a GPU',
-        file="python/kvpager/opening/linear.py",
+        file="python/kvpager/_model/facts/checked_model.py",
         old='    if asked == "kvpager":\n',
         new='    if asked == "kvpager" or place.kind == "cuda":\n',
         killers=("model/test_linear.py::test_on_a_gpu_they_are_kvpagers_only_if_asked_for",),

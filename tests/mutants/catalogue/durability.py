@@ -2,6 +2,9 @@
 
 from mutants.mutant import Mutant
 
+STORE_PROCESSES = "python/test_store_processes.py::"
+STORE_INDEX = "python/test_store_index.py::"
+
 POWER = (
     "hostile/test_power_and_failing_calls.py::"
     "test_a_power_failure_loses_nothing_that_was_reported_saved"
@@ -15,7 +18,7 @@ DURABILITY = (
     Mutant(
         name="the-folder-above-a-new-store-is-not-synced",
         breaks="a store that was just made is there after a power failure",
-        file="python/kvpager/stores/creation.py",
+        file="python/kvpager/stores/settings.py",
         old="            sync_folder(str(one))\n",
         new="            pass\n",
         killers=(POWER,),
@@ -23,7 +26,7 @@ DURABILITY = (
     Mutant(
         name="settings-last-before-the-folders",
         breaks="what says that a folder is a store is not there without its two folders",
-        file="python/kvpager/stores/creation.py",
+        file="python/kvpager/stores/settings.py",
         old="            sync_folder(folder)  #",
         new="            pass  #",
         killers=(POWER,),
@@ -53,6 +56,27 @@ DURABILITY = (
         killers=(POWER,),
     ),
     Mutant(
+        name="a-failed-write-is-removed-outside-the-lock",
+        breaks="a failed save leaves the index as the files are",
+        file="csrc/snapshot/writer.cc",
+        old="      file.give_up();\n",
+        new="      file.discard();\n",
+        killers=(
+            "cpp/snapshot/write_content_test.cc::AProgressCallbackThatThrowsUndoesTheSave",
+            "python/test_store_index.py::test_a_write_that_fails_leaves_the_index_as_the_files_are",
+        ),
+    ),
+    Mutant(
+        name="a-failed-copy-is-not-accounted-for",
+        breaks="a failed collection leaves the index as the files are",
+        file="python/kvpager/stores/collection.py",
+        old="                        compaction.undo(catalogue)\n",
+        new="                        pass\n",
+        killers=(
+            "python/test_store_index.py::test_a_write_that_fails_leaves_the_index_as_the_files_are",
+        ),
+    ),
+    Mutant(
         name="a-failed-look-is-a-swept-file",
         breaks="a save that meets an error leaves no temporary file",
         file="csrc/snapshot/output_file.cc",
@@ -63,22 +87,14 @@ DURABILITY = (
         ),
     ),
     Mutant(
-        name="a-measured-disk-keeps-its-file",
-        breaks="measuring a disk leaves no file, whatever fails",
-        file="python/kvpager/plan/measure.py",
-        old="        Path(name).unlink()  # the open file needs no name,",
-        new="        pass  # the open file needs no name,",
-        killers=(CALLS,),
-    ),
-    Mutant(
         name="a-dead-writers-file-is-left",
         breaks="what a dead writer left beside a single file goes with the next save",
         file="python/kvpager/stores/lock.py",
         old="                    Path(path).unlink()\n",
         new="",
         killers=(
-            "python/test_store_waits.py::"
-            "test_a_temporary_of_a_dead_writer_is_swept_by_the_next_save_beside_it",
+            STORE_PROCESSES
+            + "test_a_temporary_of_a_dead_writer_is_swept_by_the_next_save_beside_it",
         ),
     ),
     Mutant(
@@ -88,8 +104,7 @@ DURABILITY = (
         old="if regular and file.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):",
         new="if regular:",
         killers=(
-            "python/test_store_waits.py::"
-            "test_what_is_being_written_or_is_no_file_of_ours_is_not_swept",
+            STORE_PROCESSES + "test_what_is_being_written_or_is_no_file_of_ours_is_not_swept",
         ),
     ),
     Mutant(
@@ -98,19 +113,15 @@ DURABILITY = (
         file="csrc/bindings/locks.cc",
         old="if (waited.count() >= timeout_seconds_) {",
         new="if (waited.count() >= 1e6) {",
-        killers=(
-            "python/test_store_waits.py::test_who_waits_for_a_stopped_holder_is_told_who_it_is",
-        ),
+        killers=(STORE_PROCESSES + "test_who_waits_for_a_stopped_holder_is_told_who_it_is",),
     ),
     Mutant(
         name="opening-a-store-waits-as-long-as-it-likes",
         breaks="lock_timeout holds from the opening of a store on",
-        file="python/kvpager/stores/creation.py",
+        file="python/kvpager/stores/settings.py",
         old='exclusive(f"{folder}/lock", lock_timeout)',
         new='exclusive(f"{folder}/lock", 12)',
-        killers=(
-            "python/test_store_waits.py::test_opening_a_store_waits_no_longer_than_it_was_told",
-        ),
+        killers=(STORE_PROCESSES + "test_opening_a_store_waits_no_longer_than_it_was_told",),
     ),
     Mutant(
         name="a-store-is-made-before-its-time-out-is-looked-at",
@@ -119,8 +130,29 @@ DURABILITY = (
         old='self._lock_timeout = checked_timeout("lock_timeout", lock_timeout)',
         new="self._lock_timeout = lock_timeout",
         killers=(
-            "python/test_store_waits.py::"
-            "test_a_time_out_that_is_no_time_is_refused_before_a_store_is_made",
+            STORE_PROCESSES + "test_a_time_out_that_is_no_time_is_refused_before_a_store_is_made",
+        ),
+    ),
+    Mutant(
+        name="a-save-without-room-on-the-disk-costs-the-next-call",
+        breaks="a call after a save that failed reads no folder",
+        file="python/kvpager/stores/saving.py",
+        old="            self.release()\n            catalogue.settle()\n",
+        new="            self.release()\n",
+        killers=(
+            STORE_INDEX
+            + "test_a_save_that_finds_no_room_on_the_disk_leaves_the_index_as_the_files_are",
+        ),
+    ),
+    Mutant(
+        name="companions-of-a-save-that-failed-go-without-the-lock",
+        breaks="a call after a save that failed reads no folder",
+        file="python/kvpager/stores/directory.py",
+        old="                saving.undo()\n",
+        new="                saving.release()\n",
+        killers=(
+            STORE_INDEX
+            + "test_a_save_that_finds_no_room_on_the_disk_leaves_the_index_as_the_files_are",
         ),
     ),
 )

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-ODD = "model/test_odd_arguments.py::"
+ODD = "model/test_public_arguments.py::"
 TEXT = "model/test_text.py::"
 CHAT = "model/test_chat.py::"
+NOTEBOOKS = "model/test_notebooks.py::"
 SCHEDULER = "model/test_scheduler.py::"
 SERVING = "model/test_serving.py::"
-ARGUMENTS = "python/kvpager/arguments.py"
-TOKENS = "python/kvpager/tokens.py"
+ARGUMENTS = "python/kvpager/_support/arguments.py"
+TOKENS = "python/kvpager/_support/tokens.py"
 PROMPTS = "python/test_prompt_tokens.py::"
 TEMPLATES = "python/test_template_input.py::"
-CONVERSATION = "python/kvpager/text/conversation.py"
+RENDERING = "python/test_template_rendering.py::"
+HISTORIES = "server/test_histories.py::"
+HISTORIES_FILE = "python/kvpager/server/histories.py"
+RENDERING_FILE = "python/kvpager/_runtime/text/template_rendering.py"
+CONVERSATION = "python/kvpager/_runtime/text/conversation.py"
 
 FRONT_DOOR = (
+    Mutant(
+        name="tools-write-control-tokens-with-some-templates",
+        breaks="control tokens in tools are text whatever the template",
+        file=RENDERING_FILE,
+        old="            return Shown(tuple(messages), tuple(marked), control=control)\n",
+        new="            return Shown(tuple(messages), tuple(marked))\n",
+        killers=(
+            RENDERING + "test_control_tokens_in_tools_are_text_whatever_the_template",
+            RENDERING
+            + "test_control_tokens_in_tools_are_text_where_a_tokenizer_renders_in_its_own_way",
+        ),
+    ),
+    Mutant(
+        name="small-messages-take-nothing",
+        breaks="the bound of remembered messages counts what small ones take",
+        file=HISTORIES_FILE,
+        old="    return len(values) + objects * _OBJECT_BYTES\n",
+        new="    return len(values)\n",
+        killers=(HISTORIES + "test_the_bound_counts_what_small_messages_and_parts_take",),
+    ),
     Mutant(
         name="a-turn-encodes-all-of-its-text-anew",
         breaks="answers keep the tokens they were produced with",
@@ -46,7 +71,7 @@ FRONT_DOOR = (
     Mutant(
         name="a-save-forgets-the-conversation",
         breaks="a conversation is saved with its text",
-        file="python/kvpager/snapshots/freezing.py",
+        file="python/kvpager/_runtime/snapshots/freezing.py",
         old="        if conversation.messages:\n",
         new="        if not conversation.messages:\n",
         killers=(CHAT + "test_a_saved_conversation_goes_on_in_another_engine",),
@@ -54,7 +79,7 @@ FRONT_DOOR = (
     Mutant(
         name="a-chat-looks-at-its-seed-too-late",
         breaks="a wrong option changes nothing",
-        file="python/kvpager/scheduling/chat.py",
+        file="python/kvpager/_runtime/scheduling/chat.py",
         old="    generation.check_seed(seed)\n",
         new="",
         killers=(CHAT + "test_a_wrong_option_changes_nothing",),
@@ -63,14 +88,14 @@ FRONT_DOOR = (
         name="a-chat-reserves-no-room",
         breaks="a turn without room changes nothing",
         file="python/kvpager/session.py",
-        old="        with self.transcript.reserve(max(len(turn.ids) + most, self.length)):\n",
+        old="        with self.transcript.reserve(max(len(planned.ids) + most, self.length)):\n",
         new="        if most:\n",
         killers=(CHAT + "test_a_turn_without_room_is_not_taken",),
     ),
     Mutant(
         name="forks-share-metadata",
         breaks="a fork has metadata of its own",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="copy.deepcopy(self.metadata)",
         new="self.metadata",
         killers=(CHAT + "test_forks_lead_conversations_of_their_own",),
@@ -78,7 +103,7 @@ FRONT_DOOR = (
     Mutant(
         name="half-a-character-is-told",
         breaks="no piece has half a character",
-        file="python/kvpager/text/tokenizer.py",
+        file="python/kvpager/_runtime/text/tokenizer.py",
         old="while text.endswith(BROKEN):",
         new="while False:",
         killers=(TEXT + "test_no_piece_has_half_a_character",),
@@ -86,7 +111,7 @@ FRONT_DOOR = (
     Mutant(
         name="a-piece-is-decoded-without-what-stands-before",
         breaks="the pieces of a text are the text",
-        file="python/kvpager/text/tokenizer.py",
+        file="python/kvpager/_runtime/text/tokenizer.py",
         old="del self._tokens[: min(self._complete, complete - 1)]",
         new="del self._tokens[:]",
         killers=(TEXT + "test_the_pieces_of_a_text_are_the_text",),
@@ -102,7 +127,7 @@ FRONT_DOOR = (
     Mutant(
         name="the-beginning-of-a-stop-string-is-told",
         breaks="text is held back while it may begin a stop string",
-        file="python/kvpager/text/call_parsing.py",
+        file="python/kvpager/_runtime/text/call_parsing.py",
         old="for length in range(min(len(text), len(tag) - 1), 0, -1):",
         new="for length in ():",
         killers=(TEXT + "test_text_is_held_back_while_it_may_begin_a_stop_string",),
@@ -110,7 +135,7 @@ FRONT_DOOR = (
     Mutant(
         name="a-stop-string-ends-nothing",
         breaks="a stop string ends a generation",
-        file="python/kvpager/scheduling/stream.py",
+        file="python/kvpager/_runtime/scheduling/stream.py",
         old="        if self.answer is not None and self.answer.stopped_by is not None:\n",
         new="        if False:\n",
         killers=(TEXT + "test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind",),
@@ -118,7 +143,7 @@ FRONT_DOOR = (
     Mutant(
         name="vectors-before-a-prompt-are-left-out",
         breaks="a model whose adapter is no layer is refused",
-        file="python/kvpager/hf/support.py",
+        file="python/kvpager/_model/seam/support.py",
         old='if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):',
         new="if False:",
         killers=(
@@ -129,7 +154,7 @@ FRONT_DOOR = (
         name="choices-draw-alike",
         breaks="several completions of a prompt differ",
         file="python/kvpager/engine.py",
-        old="its_seed = seed_after(job.seed)",
+        old="its_seed = seed_after(request.seed)",
         new="pass",
         killers=(TEXT + "test_several_completions_of_a_prompt_share_its_chunks",),
     ),
@@ -210,9 +235,9 @@ FRONT_DOOR = (
     Mutant(
         name="what-is-prefilled-is-of-the-answer",
         breaks="what is prefilled behind an answer is not of it",
-        file="python/kvpager/scheduling/prefill.py",
-        old="        feed.transcript.conversation = settled(core, feed.transcript)\n",
-        new="        pass\n",
+        file="python/kvpager/_runtime/scheduling/prefill.py",
+        old="        feed.transcript.conversation = replace(settled(",
+        new="        replace(settled(",
         killers=(CHAT + "test_what_is_prefilled_behind_an_answer_is_not_of_it",),
     ),
     Mutant(
@@ -227,22 +252,59 @@ FRONT_DOOR = (
         name="a-failed-turn-changes-the-conversation",
         breaks="a turn that fails leaves the conversation as it was",
         file="python/kvpager/session.py",
-        old="            self.transcript.conversation = before if unchanged else told\n",
-        new="            pass\n",
+        old="            self.transcript.conversation = before if unchanged else replace(",
+        new="            before if unchanged else replace(",
         killers=(CHAT + "test_a_turn_that_fails_leaves_the_conversation_as_it_was",),
+    ),
+    Mutant(
+        name="a-numbered-turn-is-added",
+        breaks="a cell that is run twice adds no turn",
+        file="python/kvpager/session.py",
+        old="        kept = held if number > len(places) else held[: places[number - 1]]\n",
+        new="        kept = held\n",
+        killers=(NOTEBOOKS + "test_a_numbered_turn_answers_again_and_adds_nothing",),
+    ),
+    Mutant(
+        name="a-first-token-without-its-prefill",
+        breaks="the time to a first token has the prefill of its message",
+        file="python/kvpager/session.py",
+        old="            one.begun = called\n",
+        new="            pass\n",
+        killers=(CHAT + "test_the_time_to_a_first_token_has_the_prefill_of_its_message",),
+    ),
+    Mutant(
+        name="a-question-drops-a-document",
+        breaks="a turn drops no text that is in no message",
+        file="python/kvpager/session.py",
+        old="        check_keeps(self.core, self.transcript, planned)\n",
+        new="",
+        killers=(
+            CHAT + "test_a_document_that_was_prefilled_is_not_dropped_by_a_question",
+            CHAT + "test_text_between_turns_is_no_part_of_an_answer_and_no_turn_drops_it",
+        ),
+    ),
+    Mutant(
+        name="a-turn-that-was-not-taken-ends-a-session",
+        breaks="the text of a turn that was not taken may be dropped",
+        file="python/kvpager/requests/request.py",
+        old="replace(self._before, untaken=True)",
+        new="self._before",
+        killers=(
+            CHAT + "test_a_turn_that_is_cancelled_while_its_prompt_is_computed_was_not_taken",
+        ),
     ),
     Mutant(
         name="a-turn-is-encoded-alone",
         breaks="a prompt does not depend on what is in memory",
-        file="python/kvpager/text/encoder.py",
-        old="        border = self._border(text, start)\n",
+        file="python/kvpager/_runtime/text/encoder.py",
+        old="        marked, begins_marked = self._is_marked(text), self._is_marked(text, start)\n",
         new="        return self.encode(text[start:])\n",
         killers=(PROMPTS + "test_a_prompt_does_not_depend_on_what_is_in_memory",),
     ),
     Mutant(
         name="a-border-is-where-a-token-may-reach-over",
         breaks="what is encoded behind a border is the rest of the whole",
-        file="python/kvpager/text/encoder.py",
+        file="python/kvpager/_runtime/text/encoder.py",
         old="        and content not in inside  # of another token, or of itself\n",
         new="",
         killers=(PROMPTS + "test_what_is_encoded_behind_a_border_is_the_rest_of_the_whole",),
@@ -250,7 +312,7 @@ FRONT_DOOR = (
     Mutant(
         name="arguments-stay-text",
         breaks="a template may write or loop over arguments",
-        file="python/kvpager/text/template_input.py",
+        file="python/kvpager/_runtime/text/template_input.py",
         old="    return value if isinstance(value, dict) else arguments\n",
         new="    return arguments\n",
         killers=(TEMPLATES + "test_a_template_may_write_or_loop_over_arguments",),
@@ -258,7 +320,7 @@ FRONT_DOOR = (
     Mutant(
         name="a-users-text-ends-their-message",
         breaks="control tokens in a user's text are text",
-        file="python/kvpager/text/tokenizer.py",
+        file="python/kvpager/_runtime/text/tokenizer.py",
         old='if rendering.control_tokens == "text" and self._prompts.can_mark:',
         new="if False:",
         killers=(TEMPLATES + "test_control_tokens_in_a_users_text_are_text",),
@@ -266,7 +328,7 @@ FRONT_DOOR = (
     Mutant(
         name="an-answer-silently-begins-another",
         breaks="a last message of the assistant is refused or gone on with",
-        file="python/kvpager/scheduling/chat.py",
+        file="python/kvpager/_runtime/scheduling/chat.py",
         old="        if is_answer and prompted:\n",
         new="        if False:\n",
         killers=(CHAT + "test_a_last_message_of_the_assistant_is_refused_or_gone_on_with",),
@@ -302,7 +364,7 @@ FRONT_DOOR = (
         name="an-interrupted-token-is-lost",
         breaks="a token that an interrupt comes behind is told once, and whole",
         file="python/kvpager/requests/scheduler.py",
-        old="                job.catch_up()\n",
+        old="                request.catch_up()\n",
         new="                pass\n",
         killers=(SCHEDULER + "test_a_token_that_an_interrupt_comes_behind_is_told_once_and_whole",),
     ),
@@ -313,5 +375,72 @@ FRONT_DOOR = (
         old="    if isinstance(value, bool):\n        return None\n    if",
         new="    if",
         killers=(TEXT + "test_what_is_no_integer_is_refused",),
+    ),
+    Mutant(
+        name="first-mark-is-not-compared",
+        breaks="a prompt's tokens are those of the whole text",
+        file="python/kvpager/_runtime/text/encoder.py",
+        old="marked=marked) if marked == begins_marked else 0\n",
+        new="marked=marked)\n",
+        killers=(
+            "python/test_prompt_tokens.py::"
+            "test_a_prompt_does_not_depend_on_what_is_in_memory[llama2-legacy-inst]",
+        ),
+    ),
+    Mutant(
+        name="rendering-is-not-compared",
+        breaks="a conversation's text is what apply_chat_template makes of the whole",
+        file=RENDERING_FILE,
+        old="            if shown.reused and key in self._proven:\n",
+        new="            if shown.reused:\n",
+        killers=(RENDERING + "test_a_way_of_rendering_that_gives_another_text_is_not_taken",),
+    ),
+    Mutant(
+        name="ids-of-calls-are-taken-from-the-turn-before",
+        breaks="a conversation's text is what apply_chat_template makes of the whole",
+        file=RENDERING_FILE,
+        old="        if known.control is not control or not keeps:\n",
+        new="        if known.control is not control:\n",
+        killers=(
+            RENDERING + "test_a_conversation_that_is_edited_at_random_has_the_text_and_tokens_of_"
+            "the_whole[mistral]",
+        ),
+    ),
+    Mutant(
+        name="messages-marked-for-another-option-are-taken",
+        breaks="control tokens in a caller's text are what the option says",
+        file=RENDERING_FILE,
+        old="        if known.control is not control or not keeps:\n",
+        new="        if id_of is not None:\n",
+        killers=(
+            RENDERING + "test_a_conversation_that_is_edited_at_random_has_the_text_and_tokens_of_"
+            "the_whole[chatml]",
+        ),
+    ),
+    Mutant(
+        name="messages-of-another-key-are-recognized",
+        breaks="no request's time tells what other tenants have sent",
+        file=HISTORIES_FILE,
+        old="        scope = (id(model), owner, salt if isinstance(salt, str) else None)\n",
+        new="        scope = (id(model), salt if isinstance(salt, str) else None)\n",
+        killers=(
+            HISTORIES + "test_what_another_has_sent_or_what_differs_is_not_recognized[owner]",
+        ),
+    ),
+    Mutant(
+        name="beginnings-are-told-by-their-last-message",
+        breaks="a request is what the model makes of all of its messages",
+        file=HISTORIES_FILE,
+        old="            if hashed.digest() != entry.digest:\n",
+        new='            if hashed.digest() == b"":\n',
+        killers=(HISTORIES + "test_what_another_has_sent_or_what_differs_is_not_recognized[text]",),
+    ),
+    Mutant(
+        name="digests-of-another-salt-go-on",
+        breaks="digests of a conversation are salted",
+        file=HISTORIES_FILE,
+        old="        if known.salt != salt or not _alike(",
+        new="        if not _alike(",
+        killers=(HISTORIES + "test_digests_are_made_again_under_another_salt",),
     ),
 )

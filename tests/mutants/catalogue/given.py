@@ -44,8 +44,8 @@ GIVEN_ROWS = (
         name="dense-is-for-pagers-that-are",
         breaks="rows of a dense forward attend to all before them, whatever the selection",
         file="csrc/pager/begin.cc",
-        old="next->dense = with.dense || parts_.config.dense();",
-        new="next->dense = parts_.config.dense();",
+        old="next->dense = with.dense || config_.dense();",
+        new="next->dense = config_.dense();",
         killers=(
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[cpu]",
             PYTHON + "test_a_forward_that_is_to_be_dense_sees_all_though_the_pager_selects[shim]",

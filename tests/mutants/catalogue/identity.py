@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+OWN_CODE = "model/test_own_code.py::"
 NAMES = "model/test_segment_names.py::"
 TENANTS = "model/test_tenants.py::"
 SALTS = "model/test_salts.py::"
@@ -27,7 +28,7 @@ IDENTITY = (
         name="a-segments-digest-is-not-compared",
         breaks="a segment's ids are those its digest was made of",
         file="python/kvpager/segments/saved.py",
-        old="        if note.digest not in (digest_of(ids), old_digest_of(ids)):\n",
+        old="        if note.digest != digest_of(ids):\n",
         new="        if False:\n",
         killers=(NAMES + "test_a_segment_whose_digest_is_of_other_ids_is_refused",),
     ),
@@ -53,7 +54,7 @@ IDENTITY = (
     Mutant(
         name="hooks-may-be-added-under-an-engine",
         breaks="a hook that is added under an open engine is noticed",
-        file="python/kvpager/hf/structure.py",
+        file="python/kvpager/_model/watch/structure.py",
         old='        if kind == "hooks":\n',
         new='        if kind == "hooks":\n            return None\n        if kind == "hooks":\n',
         killers=(f"{NOTICED}[hook added]", f"{NOTICED}[pre-hook added]"),
@@ -61,15 +62,15 @@ IDENTITY = (
     Mutant(
         name="adapters-settings-are-not-looked-into",
         breaks="another scaling of an adapter is noticed",
-        file="python/kvpager/hf/reach.py",
-        old='        self.containers.append((name, "value", value))\n        for key',
-        new="        for key",
+        file="python/kvpager/_model/watch/reach.py",
+        old='            self.containers.append((name, "value", value))\n',
+        new="            pass\n",
         killers=(f"{NOTICED}[another scaling]", REACHED + "[table of a module]"),
     ),
     Mutant(
         name="globals-of-code-are-not-watched",
         breaks="a function that a forward calls, patched under an engine, is a change",
-        file="python/kvpager/hf/structure.py",
+        file="python/kvpager/_model/watch/structure.py",
         old='            self._add(home, "globals", values)\n',
         new="            pass\n",
         killers=(REACHED + "[function two calls away]", REACHED + "[constant of a module]"),
@@ -77,7 +78,7 @@ IDENTITY = (
     Mutant(
         name="tensors-beside-buffers-are-not-watched",
         breaks="a steering vector that is written in place is a change",
-        file="python/kvpager/hf/watch.py",
+        file="python/kvpager/_model/watch/model_watch.py",
         old="        hold_too(held, self._structure.reach.tensors)\n",
         new="",
         killers=(REACHED + "[vector]", REACHED + "[vector deep inside]"),
@@ -85,7 +86,7 @@ IDENTITY = (
     Mutant(
         name="closures-are-not-watched",
         breaks="a variable of a closure that a forward reads is watched",
-        file="python/kvpager/hf/structure.py",
+        file="python/kvpager/_model/watch/structure.py",
         old="            if not _alike(now, before):\n",
         new="            if type(now) is not type(before):\n",
         killers=(REACHED + "[variable of a closure]", REACHED + "[slot of an object]"),
@@ -93,7 +94,7 @@ IDENTITY = (
     Mutant(
         name="models-may-change-themselves",
         breaks="a model that changes itself in every forward is refused",
-        file="python/kvpager/hf/settled.py",
+        file="python/kvpager/_model/identity/settled.py",
         old="        watch.check()\n",
         new="        watch.learn()\n",
         killers=(
@@ -104,7 +105,7 @@ IDENTITY = (
     Mutant(
         name="code-may-read-numbers",
         breaks="code of a user's that reads numbers of a tensor is refused at the start, by name",
-        file="python/kvpager/hf/reading.py",
+        file="python/kvpager/_model/identity/reading.py",
         old="        if (why := unfit(func)) and not _is_without_chance(func, args, kwargs):\n",
         new="        if (why := unfit(func)) and not why:\n",
         killers=(READING + "test_code_that_reads_numbers_of_a_tensor_is_refused_by_name",),
@@ -112,7 +113,7 @@ IDENTITY = (
     Mutant(
         name="code-may-draw-from-shared-generators",
         breaks="code of a user's that draws random numbers is refused at the start",
-        file="python/kvpager/hf/reading.py",
+        file="python/kvpager/_model/identity/reading.py",
         old="        if not changed:\n",
         new="        if changed or not changed:\n",
         killers=(
@@ -122,7 +123,7 @@ IDENTITY = (
     Mutant(
         name="a-refusal-may-be-caught-by-the-model",
         breaks="code that catches what a look at its reading raises is refused all the same",
-        file="python/kvpager/hf/reading.py",
+        file="python/kvpager/_model/identity/reading.py",
         old="        if self._refused:  # which",
         new="        if not self._name:  # which",
         killers=(READING + "test_code_that_reads_numbers_of_a_tensor_is_refused_by_name[caught]",),
@@ -130,23 +131,23 @@ IDENTITY = (
     Mutant(
         name="closures-of-hooks-are-not-digested",
         breaks="two hooks of one name with other closures are two models",
-        file="python/kvpager/hf/description.py",
+        file="python/kvpager/_model/identity/description.py",
         old="            yield from (variable.encode(), (content_of(cell),))\n",
         new="            yield variable.encode()\n",
-        killers=("model/test_own_code.py::test_what_code_holds_is_part_of_the_fingerprint",),
+        killers=(OWN_CODE + "test_what_code_holds_is_part_of_the_fingerprint",),
     ),
     Mutant(
         name="what-code-reads-is-no-part-of-the-fingerprint",
         breaks="a table that a module holds, and that made-up tokens do not meet, is digested",
-        file="python/kvpager/hf/description.py",
+        file="python/kvpager/_model/identity/description.py",
         old="        for key, value in sorted(reach.attributes_of(module)):\n",
         new="        for key, value in ():\n",
-        killers=("model/test_own_code.py::test_what_code_holds_is_part_of_the_fingerprint",),
+        killers=(OWN_CODE + "test_what_code_holds_is_part_of_the_fingerprint",),
     ),
     Mutant(
         name="data-may-be-put-in-the-place-of-others",
         breaks="a parameter with other memory is noticed",
-        file="python/kvpager/hf/watch.py",
+        file="python/kvpager/_model/watch/model_watch.py",
         old="        if list(map(_ADDRESS, self._tensors)) != self._addresses:\n",
         new="        if False:\n",
         killers=(f"{NOTICED}[data replaced]",),
@@ -154,7 +155,7 @@ IDENTITY = (
     Mutant(
         name="weights-are-not-read-again",
         breaks="weights that are written through .data are noticed",
-        file="python/kvpager/hf/contents.py",
+        file="python/kvpager/_model/watch/contents.py",
         old="        found = self._watch.sample(_THOROUGH if thorough else 1)\n",
         new="        found = -1\n",
         killers=(f"{NOTICED}[data of one tensor written]", f"{NOTICED}[data of one norm written]"),
@@ -162,7 +163,7 @@ IDENTITY = (
     Mutant(
         name="nothing-is-read-in-turns",
         breaks="one element of a weight that is written through .data is seen within a round",
-        file="python/kvpager/hf/contents.py",
+        file="python/kvpager/_model/watch/contents.py",
         old="            found = self._watch.sweep(self._bytes)\n",
         new="            found = self._watch.sweep(0)\n",
         killers=(
@@ -172,7 +173,7 @@ IDENTITY = (
     Mutant(
         name="the-model-is-not-looked-at-after-a-forward",
         breaks="what a changed model computes is not committed",
-        file="python/kvpager/execution/runner.py",
+        file="python/kvpager/_runtime/execution/runner.py",
         old="                self.unchanged.check_model()\n                with computing(None)",
         new="                with computing(None)",
         killers=(
@@ -183,7 +184,7 @@ IDENTITY = (
     Mutant(
         name="chunks-of-the-model-before-are-adopted",
         breaks="nothing is adopted under a changed model",
-        file="python/kvpager/scheduling/feed.py",
+        file="python/kvpager/_runtime/scheduling/feed.py",
         old="        core.runner.unchanged.check_model(thorough=True)\n",
         new="",
         killers=(f"{NOTICED}[hook added]",),
@@ -191,7 +192,7 @@ IDENTITY = (
     Mutant(
         name="a-changed-model-is-saved-under-its-old-name",
         breaks="nothing is saved under a changed model",
-        file="python/kvpager/snapshots/freezing.py",
+        file="python/kvpager/_runtime/snapshots/freezing.py",
         old="    core.runner.unchanged.check_model(thorough=True)\n",
         new="",
         killers=(f"{NOTICED}[hook added]",),
@@ -199,7 +200,7 @@ IDENTITY = (
     Mutant(
         name="adapters-are-no-part-of-the-fingerprint",
         breaks="another active adapter is another fingerprint",
-        file="python/kvpager/hf/additions.py",
+        file="python/kvpager/_model/identity/description.py",
         old="    if not found:\n",
         new="    if found:\n",
         killers=(
@@ -209,7 +210,7 @@ IDENTITY = (
     Mutant(
         name="rows-of-a-digest-attend-to-themselves",
         breaks="another scaling, which no row shows that attends to itself, is another model",
-        file="python/kvpager/hf/mixing.py",
+        file="python/kvpager/_model/identity/behaviour.py",
         old="        if count > 0:\n",
         new="        if count > len(q):\n",
         killers=(BEHAVIOUR + "test_rows_that_mix_see_every_key_up_to_their_own_and_no_other",),
@@ -217,7 +218,7 @@ IDENTITY = (
     Mutant(
         name="arguments-of-attention-are-not-digested",
         breaks="every argument of an attention call is part of the fingerprint",
-        file="python/kvpager/hf/behaviour.py",
+        file="python/kvpager/_model/identity/behaviour.py",
         old="        _add_arguments(summary, calls, [part.seen.rows for part in parts])\n",
         new="        pass\n",
         killers=(BEHAVIOUR + "test_every_argument_of_a_call_is_part_of_the_digest",),
@@ -225,7 +226,7 @@ IDENTITY = (
     Mutant(
         name="what-a-model-does-is-not-looked-at",
         breaks="two models that differ in what a hook does have two fingerprints",
-        file="python/kvpager/hf/behaviour.py",
+        file="python/kvpager/_model/identity/behaviour.py",
         old="    _add(summary, torch.cat([part.seen.hidden for part in parts]))\n"
         "    _add(summary, torch.cat([part.logits for part in parts]))\n",
         new="",
@@ -236,7 +237,7 @@ IDENTITY = (
     Mutant(
         name="another-behaviour-alone-is-waived",
         breaks="behaviour is waived only with the numerics it follows",
-        file="python/kvpager/fingerprint.py",
+        file="python/kvpager/_model/identity/fingerprint.py",
         old="waivable = name in WAIVABLE or (numerics and name in FOLLOWING)",
         new="waivable = name in WAIVABLE or name in FOLLOWING",
         killers=(
@@ -246,34 +247,34 @@ IDENTITY = (
     Mutant(
         name="what-was-computed-of-the-old-model-stays",
         breaks="after weights_changed nothing of the old model is used",
-        file="python/kvpager/opening/renewal.py",
-        old="    core.open_pager()\n"
-        "    for transcript, (text, pending) in zip(transcripts, texts):\n",
-        new="    for transcript, (text, pending) in zip(transcripts, texts):\n",
+        file="python/kvpager/_runtime/execution/core.py",
+        old="        self.pager.close()\n        self._take(facts)\n",
+        new="        self.facts = facts\n        self.make_runner()\n",
         killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
     ),
     Mutant(
         name="states-of-the-old-model-stay",
         breaks="after weights_changed no checkpoint of the old model is used",
-        file="python/kvpager/opening/renewal.py",
-        old="    core.checkpoints.clear()\n",
+        file="python/kvpager/_runtime/execution/core.py",
+        old="        self.checkpoints.clear()\n",
         new="",
         killers=(RENEWED + "test_recurrent_states_are_forgotten_with_the_chunks",),
     ),
     Mutant(
         name="row-counts-of-the-old-model-stay",
         breaks="after weights_changed an engine has the row counts and the layout of a new one",
-        file="python/kvpager/opening/renewal.py",
-        old='        identify(core, progress, proven=before["watch"].same_places())\n',
-        new="        identify(core, progress, proven=True)\n",
+        file="python/kvpager/_model/facts/opening.py",
+        old="known=facts if facts.watch.same_places() else None)",
+        new="known=facts)",
         killers=(f"{RENEWED}test_everything_after_it_has_the_bits_of_a_new_engine[another dtype]",),
     ),
     Mutant(
         name="a-refused-model-is-half-known",
         breaks="a weights_changed that fails leaves the engine as it was",
-        file="python/kvpager/opening/renewal.py",
-        old="            setattr(core, name, value)\n        raise\n",
-        new="            break\n        raise\n",
+        file="python/kvpager/_model/facts/opening.py",
+        old="    _check_draft(core, checked.vocab_size)\n",
+        new='    object.__setattr__(facts, "vocab_size", checked.vocab_size)\n'
+        "    _check_draft(core, checked.vocab_size)\n",
         killers=(RENEWED + "test_another_vocabulary_than_the_drafts_is_refused",),
     ),
     Mutant(
@@ -287,35 +288,17 @@ IDENTITY = (
     Mutant(
         name="salts-are-not-stretched",
         breaks="a guess at a salt costs a slow function",
-        file="python/kvpager/opening/identity.py",
-        old="        namespace=stretched(checked_salt(salt)),\n",
-        new="        namespace=salt,\n",
+        file="python/kvpager/_support/salts.py",
+        old="        return cls(given, stretched(given))\n",
+        new="        return cls(given, given)\n",
         killers=(SALTS + "test_a_guess_at_a_salt_cannot_be_tried_on_a_file_without_stretching_it",),
-    ),
-    Mutant(
-        name="weights-of-older-snapshots-are-taken-for-ours",
-        breaks="the weights of an older snapshot are compared by the digest it has",
-        file="python/kvpager/snapshots/older.py",
-        old='    if found["weights"] == old_weights_digest(core.model):\n',
-        new='    if found["weights"]:\n',
-        killers=(
-            SALTS + "test_a_snapshot_of_an_older_release_of_another_model_or_tenant_is_refused",
-        ),
-    ),
-    Mutant(
-        name="older-snapshots-are-of-any-adapter",
-        breaks="an older snapshot, which told of no adapter or hook, is one without any",
-        file="python/kvpager/snapshots/older.py",
-        old='    theirs = {**found, "additions": ""}\n',
-        new='    theirs = {**found, **{name: here[name] for name in ("additions", "behaviour")}}\n',
-        killers=(SALTS + "test_what_an_older_release_did_not_tell_is_taken_for_no_additions",),
     ),
     Mutant(
         name="anybodys-snapshot-is-replaced",
         breaks="a snapshot of another salt or model is not replaced unasked",
         file="python/kvpager/stores/saving.py",
-        old="        if self.owner is None and not self._overwrite and there.manifest.belonging",
-        new="        if self.owner and not self._overwrite and there.manifest.belonging",
+        old="        if self.owner is None and not self._overwrite and origin",
+        new="        if self.owner and not self._overwrite and origin",
         killers=(
             TENANTS + "test_a_snapshot_of_another_salt_is_not_overwritten_unasked",
             TENANTS + "test_a_snapshot_of_another_model_is_not_overwritten_unasked",
@@ -324,17 +307,17 @@ IDENTITY = (
     Mutant(
         name="everybodys-snapshots-are-listed",
         breaks="an engine lists what its own salt has saved",
-        file="python/kvpager/stores/belonging.py",
-        old="    return digest is None or any(",
-        new="    return digest is not None or any(",
+        file="python/kvpager/stores/origin.py",
+        old="    return digest is None or digest in ",
+        new="    return digest is not None or digest in ",
         killers=(TENANTS + "test_an_engine_lists_what_its_own_salt_has_saved",),
     ),
     Mutant(
         name="anybodys-snapshot-is-deleted",
         breaks="a snapshot of another salt is not deleted unasked",
         file="python/kvpager/stores/directory.py",
-        old="            if not force and belonging is not None and",
-        new="            if force and belonging is not None and",
+        old="            if not force and origin is not None and",
+        new="            if force and origin is not None and",
         killers=(TENANTS + "test_a_snapshot_of_another_salt_is_not_deleted_unasked",),
     ),
 )

@@ -12,9 +12,9 @@ LIFETIMES = (
     Mutant(
         name="open-models-attend-through-kvpager",
         breaks="outside an engine's forward a model attends as its owner had it",
-        file="python/kvpager/hf/attach.py",
-        old="return NAME if is_running(config) and id(config) in _known else told(config)\n",
-        new="return NAME if id(config) in _known else told(config)\n",
+        file="python/kvpager/_model/seam/attach.py",
+        old="return NAME if is_running(config) and id(config) in _known else None\n",
+        new="return NAME if id(config) in _known else None\n",
         killers=(
             BESIDE + "test_a_model_answers_with_the_same_bits_while_engines_are_open[llama-sdpa]",
             BESIDE + "test_an_engine_that_nobody_closed_is_collected_and_harms_nobody",
@@ -23,15 +23,15 @@ LIFETIMES = (
     Mutant(
         name="a-forward-takes-every-models-attention",
         breaks="a forward of an engine changes the attention of its own model alone",
-        file="python/kvpager/hf/attach.py",
-        old="return NAME if is_running(config) and id(config) in _known else told(config)\n",
-        new="return NAME if is_running(config) else told(config)\n",
+        file="python/kvpager/_model/seam/attach.py",
+        old="return NAME if is_running(config) and id(config) in _known else None\n",
+        new="return NAME if is_running(config) else None\n",
         killers=(BESIDE + "test_a_model_that_is_run_inside_a_forward_has_its_own_attention",),
     ),
     Mutant(
         name="compiled-models-ask-what-runs",
         breaks="a model can be compiled by its owner while an engine is open",
-        file="python/kvpager/hf/attach.py",
+        file="python/kvpager/_model/seam/attach.py",
         old="            if torch.compiler.is_compiling():",
         new="            if config is None:",
         killers=(BESIDE + "test_a_compiled_copy_of_the_model_works_beside_an_engine",),
@@ -39,7 +39,7 @@ LIFETIMES = (
     Mutant(
         name="a-start-watches-every-thread",
         breaks="an engine's start sees its own calls of the model's modules, and no other thread's",
-        file="python/kvpager/hf/hooks.py",
+        file="python/kvpager/_model/seam/hooks.py",
         old="        if _watching.get() is self._watch:\n",
         new="        if self._watch is not None:\n",
         killers=(BESIDE + "test_engines_are_made_beside_threads_that_run_the_model",),
@@ -47,7 +47,7 @@ LIFETIMES = (
     Mutant(
         name="an-interrupted-start-leaves-its-hooks",
         breaks="a model has no hooks of an engine's start after it, whatever interrupted it",
-        file="python/kvpager/hf/hooks.py",
+        file="python/kvpager/_model/seam/hooks.py",
         old="        self._removal()\n",
         new="        self._removal.detach()\n",
         killers=(BESIDE + "test_engines_are_made_beside_threads_that_run_the_model",),
@@ -55,7 +55,7 @@ LIFETIMES = (
     Mutant(
         name="a-text-that-ended-keeps-its-room",
         breaks="room held for a text is given back with its last token",
-        file="python/kvpager/scheduling/decode.py",
+        file="python/kvpager/_runtime/scheduling/decode.py",
         old="                if finish is not None:\n                    stream.leave()\n",
         new="",
         killers=(ROOM + "test_room_is_given_back_with_the_last_token_not_after_it",),
@@ -63,7 +63,7 @@ LIFETIMES = (
     Mutant(
         name="an-interrupted-recording-goes-on",
         breaks="an interrupt while an engine starts leaves torch as it was",
-        file="python/kvpager/hf/operations.py",
+        file="python/kvpager/_model/proof/operations.py",
         old="    finally:\n        _take_left_behind()\n",
         new="    finally:\n        pass\n",
         killers=(
@@ -74,7 +74,7 @@ LIFETIMES = (
     Mutant(
         name="an-abandoned-text-keeps-its-room",
         breaks="room held for a text is given back when nobody holds its iterator any more",
-        file="python/kvpager/scheduling/decode.py",
+        file="python/kvpager/_runtime/scheduling/decode.py",
         old="        self._finalizer = weakref.finalize(self, _end, streams)\n",
         new="        self._finalizer = weakref.finalize(self._steps, _end, [])\n",
         killers=(ROOM + "test_an_abandoned_stream_holds_no_room[dropped-0]",),
@@ -82,15 +82,17 @@ LIFETIMES = (
     Mutant(
         name="the-room-of-one-stream-is-anothers",
         breaks="the end of one iterator gives back no room that another one holds",
-        file="python/kvpager/text/reservations.py",
-        old="                self.sequence.reserve(self._most())\n",
-        new="                self.sequence.reserve(self.sequence.length)\n",
+        file="python/kvpager/_runtime/text/transcript.py",
+        old="            with suppress(PagerError):\n"
+        "                self.sequence.reserve(self._most_reserved())\n",
+        new="            with suppress(PagerError):\n"
+        "                self.sequence.reserve(self.sequence.length)\n",
         killers=(ROOM + "test_a_stream_that_replaces_another_keeps_its_own_room",),
     ),
     Mutant(
         name="a-failed-prefill-keeps-its-room",
         breaks="a prefill that fails holds no room",
-        file="python/kvpager/scheduling/prefill.py",
+        file="python/kvpager/_runtime/scheduling/prefill.py",
         old="                feed.leave()\n",
         new="                feed.done  # noqa: B018\n",
         killers=(ROOM + "test_a_prefill_that_fails_holds_nothing",),
@@ -125,7 +127,7 @@ LIFETIMES = (
     Mutant(
         name="learned-positions-have-no-end",
         breaks="a text beyond learned positions is refused, whatever the options say",
-        file="python/kvpager/hf/positions.py",
+        file="python/kvpager/_model/seam/causal_lm.py",
         old="        self._beyond = beyond and not self.learned\n",
         new="        self._beyond = beyond\n",
         killers=(FAILING + "test_learned_positions_have_an_end[True]",),
@@ -141,7 +143,7 @@ LIFETIMES = (
     Mutant(
         name="closing-does-not-wait-for-a-forward",
         breaks="close waits for the forward of another thread",
-        file="python/kvpager/execution/core.py",
+        file="python/kvpager/_runtime/execution/core.py",
         old="            self.turns.end()\n",
         new="            self.turns._ended = True\n",
         killers=(
@@ -151,7 +153,7 @@ LIFETIMES = (
     Mutant(
         name="closing-inside-a-forward-hangs-or-half-closes",
         breaks="close inside a forward is refused and changes nothing",
-        file="python/kvpager/execution/core.py",
+        file="python/kvpager/_runtime/execution/core.py",
         old="        if self.turns.held_here:\n",
         new="        if self.turns is None:\n",
         killers=(CLOSING + "test_closing_inside_a_forward_is_refused_and_changes_nothing",),
@@ -183,7 +185,7 @@ LIFETIMES = (
     Mutant(
         name="new-sessions-share-a-seed",
         breaks="sessions draw differently from each other unless given a seed",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="(sampling or Sampling(seed=fresh_seed()), _NOWHERE)",
         new="(sampling or Sampling(), _NOWHERE)",
         killers=(SEEDS + "test_sessions_draw_differently_and_record_their_seed",),
@@ -199,7 +201,7 @@ LIFETIMES = (
     Mutant(
         name="a-text-regenerated-draws-the-same",
         breaks="each generation draws afresh, in a way that its session's seed decides",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="return own if sampling.temperature == 0 or self.goes_on(text) else seed_after(own)\n",
         new="return own\n",
         killers=(SEEDS + "test_regenerated_text_is_another",),
@@ -207,7 +209,7 @@ LIFETIMES = (
     Mutant(
         name="an-interrupted-text-goes-on-with-other-draws",
         breaks="a text that was left in the middle goes on with its own draws, restored or not",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="return own if sampling.temperature == 0 or self.goes_on(text) else seed_after(own)\n",
         new="return own if sampling.temperature == 0 else seed_after(own)\n",
         killers=(SEEDS + "test_an_interrupted_text_goes_on_with_its_draws",),
@@ -215,7 +217,7 @@ LIFETIMES = (
     Mutant(
         name="a-text-without-its-token-does-not-go-on",
         breaks="a text that failed between a forward and its token goes on with its draws",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        return 0 <= self.length - self._generation[1] <= 1\n",
         new="        return self.pending is not None\n",
         killers=(
@@ -226,7 +228,7 @@ LIFETIMES = (
     Mutant(
         name="a-request-goes-on-with-the-pending-token",
         breaks="a request in a session is what update and generate make",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="        if text is None or len(text) == self.length:\n",
         new="        if self.pending is not None:\n            return True\n"
         "        if text is None or len(text) == self.length:\n",
@@ -235,7 +237,7 @@ LIFETIMES = (
     Mutant(
         name="a-snapshot-forgets-that-a-text-goes-on",
         breaks="a text that failed between a forward and its token goes on, restored or not",
-        file="python/kvpager/snapshots/freezing.py",
+        file="python/kvpager/_runtime/snapshots/freezing.py",
         old="        if transcript.pending is None and transcript.generated_last:\n",
         new="        if False:\n",
         killers=(

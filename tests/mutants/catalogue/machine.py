@@ -4,7 +4,7 @@ from mutants.mutant import Mutant
 
 POOL = "cpp/kernels/foundation_test.cc::"
 AUTO = "python/test_plan_auto.py::"
-THREADS = "csrc/kernels/thread_pool.cc"
+THREADS = "csrc/base/thread_pool.cc"
 
 MACHINE = (
     Mutant(

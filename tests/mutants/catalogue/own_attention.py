@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 OWN = "model/test_own_attention.py::"
 STOCK = "model/test_stock_relation.py::"
 REFUSALS = "model/test_refusals.py::"
-FILE = "python/kvpager/hf/own_attention.py"
+FILE = "python/kvpager/_model/proof/own_attention.py"
 
 OWN_ATTENTION = (
     Mutant(
@@ -22,7 +22,7 @@ OWN_ATTENTION = (
     Mutant(
         name="masks-not-read",
         breaks="a mask that says more than a causal window is refused",
-        file="python/kvpager/hf/masks.py",
+        file="python/kvpager/_model/proof/masks.py",
         old="            if kept and mask.shape == made.shape and torch.equal(mask, before):\n",
         new="            if mask.shape == made.shape:\n",
         killers=(OWN + "test_a_bias_on_scores_is_refused",),
@@ -30,7 +30,7 @@ OWN_ATTENTION = (
     Mutant(
         name="masks-asked-near-the-start-alone",
         breaks="a mask is asked as far as the model has positions",
-        file="python/kvpager/hf/masks.py",
+        file="python/kvpager/_model/proof/masks.py",
         old="    last = min(max(longest, _LEAST), _MOST) - 1\n",
         new="    last = _LEAST - 1\n",
         killers=(
@@ -67,7 +67,7 @@ OWN_ATTENTION = (
     Mutant(
         name="compiled-models-run",
         breaks="a compiled model is refused at once",
-        file="python/kvpager/hf/support.py",
+        file="python/kvpager/_model/seam/support.py",
         old="    if compiled := compiled_part(model):\n",
         new='    if compiled := "":\n',
         killers=(

@@ -2,7 +2,7 @@
 
 from mutants.mutant import Mutant
 
-INTERRUPTS = "python/test_pager_interrupts.py::"
+INTERRUPTS = "python/test_pager_identity.py::"
 IDENTITY = "python/test_pager_identity.py::"
 FINITE = "python/test_non_finite.py::"
 FORK = "python/test_fork.py::test_a_forked_child_is_refused_ends_and_changes_nothing"

@@ -2,6 +2,14 @@
 
 from mutants.mutant import Mutant
 
+IDLE_TAILS = "python/test_idle_tails.py::"
+PAGER_POOL = "python/test_pager_pool.py::"
+RESIDENCY = "cpp/pager/residency_test.cc::"
+DISK_TIER = "python/test_disk_tier.py::"
+FREEZE = "cpp/pager/freeze_test.cc::"
+FAULTS = "cpp/pager/faults_test.cc::"
+CHUNK_NAMER = "cpp/core/chunk_namer_test.cc::"
+
 PLACEMENT = (
     "cpp/pager/residency_test.cc::"
     "attention outputs have the same bits wherever chunks live and whatever was evicted"
@@ -21,8 +29,7 @@ PAGING = (
         killers=(
             "cpp/pager/pins_test.cc::"
             "pinned chunks stay under every policy, through eviction storms and pressure",
-            "python/test_defects_pool.py::"
-            "test_pins_hold_under_every_policy_and_only_for_the_half_open_range",
+            PAGER_POOL + "test_pins_hold_under_every_policy_and_only_for_the_half_open_range",
         ),
     ),
     Mutant(
@@ -32,8 +39,8 @@ PAGING = (
         old="  if (addresses_stale_) {\n",
         new="  if (false) {\n",
         killers=(
-            "cpp/pager/residency_test.cc::"
-            "chunks that leave the pool between two layers of a forward are found elsewhere",
+            RESIDENCY
+            + "chunks that leave the pool between two layers of a forward are found elsewhere",
         ),
     ),
     Mutant(
@@ -86,10 +93,7 @@ PAGING = (
         file="csrc/pager/eviction.cc",
         old="    if (record.readers > 0) return Verdict::kStays;\n    const uint64_t arrives",
         new="    const uint64_t arrives",
-        killers=(
-            "python/test_disk_tier.py::"
-            "test_what_a_call_reads_is_not_evicted_for_what_else_it_reads",
-        ),
+        killers=(DISK_TIER + "test_what_a_call_reads_is_not_evicted_for_what_else_it_reads",),
     ),
     Mutant(
         name="what-is-lent-to-a-save-is-spilled",
@@ -98,8 +102,8 @@ PAGING = (
         old="record.borrows > 0 || host_slot_is_read(record, readers);",
         new="host_slot_is_read(record, readers);",
         killers=(
-            "cpp/pager/freeze_test.cc::"
-            "a save in progress makes no forward wait for room, and nothing it reads moves",
+            FREEZE
+            + "a save in progress makes no forward wait for room, and nothing it reads moves",
         ),
     ),
     Mutant(
@@ -109,8 +113,8 @@ PAGING = (
         old="    if (seal.has_home) residency_.free_home(seal.home);\n",
         new="",
         killers=(
-            "cpp/pager/faults_test.cc::"
-            "a failing write-through aborts the commit at every visit, and the retry succeeds",
+            FAULTS
+            + "a failing write-through aborts the commit at every visit, and the retry succeeds",
         ),
     ),
     Mutant(
@@ -120,8 +124,7 @@ PAGING = (
         old="residency_.release(ids_[i]);",
         new="static_cast<void>(i);",
         killers=(
-            "cpp/pager/faults_test.cc::"
-            "a failing restore takes back the references it took to chunks that were here",
+            FAULTS + "a failing restore takes back the references it took to chunks that were here",
         ),
     ),
     Mutant(
@@ -184,9 +187,7 @@ PAGING = (
         file="csrc/pager/sequences.cc",
         old="  if (found == sequences_.end() || found->second.frozen) {\n",
         new="  if (found == sequences_.end()) {\n",
-        killers=(
-            "cpp/pager/freeze_test.cc::what a save writes from is no sequence that a number names",
-        ),
+        killers=(FREEZE + "what a save writes from is no sequence that a number names",),
     ),
     Mutant(
         name="spills-are-not-counted",
@@ -195,10 +196,9 @@ PAGING = (
         old="  counters_.bytes_paged_out += layout_.chunk_bytes();\n",
         new="",
         killers=(
-            "python/test_disk_tier.py::"
-            "test_bytes_paged_out_are_those_that_host_memory_sent_to_disk",
-            "cpp/pager/residency_test.cc::bytes paged out are those that went from host memory to "
-            "disk, and nothing else",
+            DISK_TIER + "test_bytes_paged_out_are_those_that_host_memory_sent_to_disk",
+            RESIDENCY
+            + "bytes paged out are those that went from host memory to disk, and nothing else",
         ),
     ),
     Mutant(
@@ -250,8 +250,8 @@ PAGING = (
         killers=(
             FORWARD
             + "keys and values that are not finite abort the forward, naming layer and position",
-            "python/test_defects_pool.py::test_keys_or_values_that_are_not_finite_abort_the_"
-            "forward_with_layer_and_position",
+            PAGER_POOL
+            + "test_keys_or_values_that_are_not_finite_abort_the_forward_with_layer_and_position",
         ),
     ),
     Mutant(
@@ -280,8 +280,8 @@ PAGING = (
         name="decode-chunks-can-be-found",
         breaks="10: only exact chunks are findable by hash",
         file="csrc/pager/sealing.cc",
-        old="  if (seal.provenance == Provenance::kExact) publish(",
-        new="  publish(",
+        old="  if (seal.provenance == Provenance::kExact) ledger_.publish(",
+        new="  ledger_.publish(",
         killers=(
             FORWARD
             + "a forward of fewer than M rows makes chunks of provenance decode, which nobody "
@@ -305,8 +305,9 @@ PAGING = (
         old="      message[4] = static_cast<uint64_t>(link.provenance);\n",
         new="      message[4] = 0;\n",
         killers=(
-            "cpp/core/chunk_namer_test.cc::"
-            "a name depends on every token, their order and number, the parent and the provenance",
+            CHUNK_NAMER
+            + "a name depends on every token, their order and number, the parent and the "
+            "provenance",
         ),
     ),
     Mutant(
@@ -321,41 +322,6 @@ PAGING = (
         ),
     ),
     Mutant(
-        name="a-chunk-follows-whatever-has-the-name",
-        breaks="10: a chunk is shared behind the very chunk that it was computed after",
-        file="csrc/core/ledger.h",
-        old="    return record.previous.serial != 0 && "
-        "record.previous.serial == (*this)[previous].serial;\n",
-        new="    return record.index > 0;\n",
-        killers=(
-            "cpp/core/ledger_test.cc::"
-            "a chunk follows the very record it was computed after, and no other of that name",
-        ),
-    ),
-    Mutant(
-        name="a-record-in-the-same-place-is-the-same",
-        breaks="a record that took the place of another one is not taken for it",
-        file="csrc/core/ledger.cc",
-        old="  record.serial = next_serial_++;\n",
-        new="  record.serial = static_cast<uint64_t>(id.value()) + 1;\n",
-        killers=(
-            "cpp/core/ledger_test.cc::"
-            "what takes the place of a dropped record is not what the chunk after it follows",
-        ),
-    ),
-    Mutant(
-        name="adoption-proves-the-last-link-alone",
-        breaks="10: adoption proves the whole prefix by identity",
-        file="csrc/pager/prefix.cc",
-        old="    if (found && !can_follow(ledger_, options_, *found, end / c - 1, "
-        "previous)) found.reset();\n",
-        new="",
-        killers=(
-            SHARING
-            + "a chunk that was computed after another record of the same name is not shared",
-        ),
-    ),
-    Mutant(
         name="names-without-a-key",
         breaks="names cannot be computed, or collided, without the salt",
         file="csrc/core/chunk_namer.cc",
@@ -363,8 +329,7 @@ PAGING = (
         new="  (void)key;\n  return Blake2b(kNameBytes, nullptr, 0, kChunkPerson);\n",
         killers=(
             "python/test_chunk_names.py::test_nobody_without_the_salt_can_compute_a_name",
-            "cpp/core/chunk_namer_test.cc::"
-            "namespace and salt of a name cannot be moved into one another",
+            CHUNK_NAMER + "namespace and salt of a name cannot be moved into one another",
         ),
     ),
     Mutant(
@@ -393,8 +358,8 @@ PAGING = (
         name="equal-names-swap-bytes",
         breaks="10: a chunk whose bytes differ from those of its name is not replaced by them",
         file="csrc/pager/sealing.cc",
-        old="if (!same_text || !(residency_.checksums(*found) == checksums(seal))) return;",
-        new="if (!same_text) return;",
+        old="if (!found || !(residency_.checksums(*found) == checksums(seal))) return;",
+        new="if (!found) return;",
         killers=(
             SHARING
             + "a chunk with the same tokens but other bytes is never swapped for the one that was "
@@ -408,8 +373,9 @@ PAGING = (
         old="    record.score = 0;  // a closed sequence has no say in later evictions\n",
         new="",
         killers=(
-            "cpp/pager/residency_test.cc::scores of a sequence that is gone do not steer the "
-            "eviction of the next one's chunks",
+            RESIDENCY
+            + "scores of a sequence that is gone do not steer the eviction of the next one's "
+            "chunks",
         ),
     ),
     Mutant(
@@ -429,9 +395,36 @@ PAGING = (
         file="csrc/pager/chunk_files.cc",
         old="  if (slice_checksum(slice, layout_.slice_bytes(layer)) != written) {",
         new="  if (slice == nullptr || written == ~uint64_t{}) {",
+        killers=(DISK_TIER + "test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer",),
+    ),
+    Mutant(
+        name="a-tail-leaves-the-pool-without-its-bytes",
+        breaks="an idle session's open chunk comes back bit for bit",
+        file="csrc/pager/blocks.cc",
+        old="    backend_.write_home(record.block, home, &record.checksums);\n",
+        new="",
         killers=(
-            "python/test_disk_tier.py::"
-            "test_a_flipped_bit_on_disk_is_named_with_its_chunk_and_layer",
+            IDLE_TAILS
+            + "test_many_idle_sequences_share_a_small_pool_and_every_bit_is_as_in_a_large_one"
+            "[q8-host-cpu]",
         ),
+    ),
+    Mutant(
+        name="a-tail-leaves-during-its-forward",
+        breaks="the open chunks of a running forward stay in the pool",
+        file="csrc/pager/begin.cc",
+        old="      held_.add(use.record);\n",
+        new="",
+        killers=(
+            IDLE_TAILS + "test_tails_of_the_running_forward_and_pinned_ones_stay_in_the_pool",
+        ),
+    ),
+    Mutant(
+        name="a-tail-takes-the-home-of-a-chunk-that-seals",
+        breaks="homes that a forward needs are not given to open chunks",
+        file="csrc/pager/begin.cc",
+        old='  const HomesAside homes(residency_.budget(), new_homes, "begin");\n',
+        new='  HomesAside(residency_.budget(), new_homes, "begin");\n',
+        killers=(IDLE_TAILS + "test_homes_that_a_forward_needs_are_not_given_to_tails",),
     ),
 )

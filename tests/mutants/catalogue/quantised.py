@@ -6,13 +6,13 @@ from mutants.mutant import Mutant
 
 QUANTISED_MODELS = "model/test_quantised.py::"
 PLACEMENT = "model/test_placement.py::"
-HELD = "python/kvpager/held.py"
-UNITS = "python/kvpager/hf/units.py"
-STRUCTURE = "python/kvpager/hf/structure.py"
-BETWEEN = "python/kvpager/hf/between.py"
-OPERATIONS = "python/kvpager/hf/operations.py"
-WEIGHTS = "python/kvpager/hf/weights.py"
-PLACES = "python/kvpager/hf/placement.py"
+HELD = "python/kvpager/_model/weights/held.py"
+UNITS = "python/kvpager/_model/proof/units.py"
+STRUCTURE = "python/kvpager/_model/watch/structure.py"
+BETWEEN = "python/kvpager/_model/proof/between.py"
+OPERATIONS = "python/kvpager/_model/proof/operations.py"
+WEIGHTS = "python/kvpager/_model/weights/supported.py"
+PLACES = "python/kvpager/_model/weights/supported.py"
 
 QUANTISED = (
     Mutant(
@@ -53,7 +53,7 @@ QUANTISED = (
         name="objects-that-cannot-be-followed-are-taken",
         breaks="an object that cannot be followed is refused and named",
         file=HELD,
-        old='            held.opaque.append((name, f"is a {_name_of(type(value))}"))\n',
+        old='            held.opaque.append((name, f"is a {name_of(type(value))}"))\n',
         new="            pass\n",
         killers=(QUANTISED_MODELS + "test_objects_that_cannot_be_followed_are_refused_and_named",),
     ),
@@ -68,7 +68,7 @@ QUANTISED = (
     Mutant(
         name="settings-are-not-in-the-digest",
         breaks="each setting that a weight is read with is in the digest",
-        file="python/kvpager/weights.py",
+        file="python/kvpager/_model/weights/digests.py",
         old="    if held.settings:\n",
         new="    if not held.tensors:\n",
         killers=(
@@ -168,8 +168,8 @@ QUANTISED = (
     Mutant(
         name="weights-are-watched-as-they-were-loaded",
         breaks="what a first forward packs is what an engine watches",
-        file="python/kvpager/opening/identity.py",
-        old="    settle_weights(core.model)\n",
+        file="python/kvpager/_model/facts/opening.py",
+        old="    settle_weights(model)\n",
         new="    settle_weights(torch.nn.Module())\n",
         killers=(
             QUANTISED_MODELS + "test_weights_that_a_first_forward_packs_are_what_an_engine_watches",

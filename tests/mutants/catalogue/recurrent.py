@@ -11,7 +11,7 @@ RECURRENT = (
     Mutant(
         name="a-forward-works-on-the-state-itself",
         breaks="a state is as it was after a forward that fails",
-        file="python/kvpager/hf/recurrent.py",
+        file="python/kvpager/_model/seam/recurrent.py",
         old="tensor.to(self._device, copy=True)",
         new="tensor.to(self._device)",
         killers=(
@@ -21,7 +21,7 @@ RECURRENT = (
     Mutant(
         name="a-tail-is-extended",
         breaks="what is sealed was computed by one forward of a whole chunk",
-        file="python/kvpager/scheduling/aligned.py",
+        file="python/kvpager/_runtime/scheduling/aligned.py",
         old="    if core.rows > 1 and transcript.committed % size:",
         new="    if core.rows < 1 and transcript.committed % size:",
         killers=(
@@ -32,7 +32,7 @@ RECURRENT = (
     Mutant(
         name="states-are-shared-by-texts-that-are-not-exact",
         breaks="10: what is not exact is never found by hash",
-        file="python/kvpager/recurrent/cursor.py",
+        file="python/kvpager/_runtime/recurrent/cursor.py",
         old='namespace=b"" if exact else uuid.uuid4().bytes',
         new='namespace=b""',
         killers=(
@@ -43,7 +43,7 @@ RECURRENT = (
     Mutant(
         name="states-may-be-nan",
         breaks="14: what is not finite aborts a forward and is not kept",
-        file="python/kvpager/hf/state.py",
+        file="python/kvpager/_model/seam/state.py",
         old="    if not bool(sound.all()):",
         new="    if False:",
         killers=(SESSIONS + "test_a_state_that_is_not_finite_is_refused_and_not_kept",),
@@ -51,7 +51,7 @@ RECURRENT = (
     Mutant(
         name="the-last-hidden-states-are-of-the-first-row",
         breaks="logits of a text that is known to its end are those a forward gave",
-        file="python/kvpager/execution/runner.py",
+        file="python/kvpager/_runtime/execution/runner.py",
         old="batch.before.position + rows, hidden[-1])",
         new="batch.before.position + rows, hidden[0])",
         killers=(SESSIONS + "test_a_prompt_that_is_known_to_its_end_needs_no_forward",),
@@ -59,7 +59,7 @@ RECURRENT = (
     Mutant(
         name="the-end-of-a-prompt-is-no-checkpoint",
         breaks="a prompt that was computed to its end needs no forward again",
-        file="python/kvpager/scheduling/aligned.py",
+        file="python/kvpager/_runtime/scheduling/aligned.py",
         old="    if ends:\n        states.keep_base()\n",
         new="",
         killers=(SESSIONS + "test_a_prompt_that_is_known_to_its_end_needs_no_forward",),
@@ -67,7 +67,7 @@ RECURRENT = (
     Mutant(
         name="attention-believes-the-layer-of-its-module",
         breaks="layers that share one attention have K/V of their own",
-        file="python/kvpager/hf/state_cache.py",
+        file="python/kvpager/_model/seam/state.py",
         old="        at = self._place.layer\n",
         new="        at = layer\n",
         killers=(MODELS + "test_generation_is_that_of_transformers[zamba2]",),
@@ -75,7 +75,7 @@ RECURRENT = (
     Mutant(
         name="a-layer-may-attend-again-behind-a-state",
         breaks="a model that is called within its own forward is an error",
-        file="python/kvpager/hf/state_cache.py",
+        file="python/kvpager/_model/seam/state.py",
         old="        require_first(at, self._attended)\n",
         new="",
         killers=(
@@ -86,7 +86,7 @@ RECURRENT = (
     Mutant(
         name="modules-that-layers-share-attend-once",
         breaks="layers that share one attention have K/V of their own",
-        file="python/kvpager/execution/runner.py",
+        file="python/kvpager/_runtime/execution/runner.py",
         old="owned_by(self._owner, directed=True)",
         new="owned_by(self._owner)",
         killers=(MODELS + "test_generation_is_that_of_transformers[zamba]",),
@@ -94,7 +94,7 @@ RECURRENT = (
     Mutant(
         name="forwards-need-not-repeat-themselves",
         breaks="a model whose forwards differ is refused",
-        file="python/kvpager/hf/aligned.py",
+        file="python/kvpager/_model/proof/aligned.py",
         old='    trial.require_same(trial.run(first.state, trial.rows), second, "from a state")\n',
         new="",
         killers=(MODELS + "test_forwards_that_do_not_repeat_themselves_are_refused[later]",),
@@ -102,10 +102,10 @@ RECURRENT = (
     Mutant(
         name="states-are-believed-to-be-gone-on-from",
         breaks="a model whose layers ignore their state is found out",
-        file="python/kvpager/hf/aligned.py",
-        old="        return not any(all(map(same_bits, told, other)) for other in "
+        file="python/kvpager/_model/proof/aligned.py",
+        old="        return not any(all(map(same_bits, carried, other)) for other in "
         "self._without(state, rows))",
-        new="        return bool(told)",
+        new="        return bool(carried)",
         killers=(
             MODELS
             + "test_layers_that_go_on_by_single_tokens_have_forwards_of_one_row[falcon_mamba]",
@@ -115,7 +115,7 @@ RECURRENT = (
     Mutant(
         name="states-may-be-taken-up-wrongly",
         breaks="a model that goes on from a state otherwise than in one forward is refused",
-        file="python/kvpager/hf/aligned.py",
+        file="python/kvpager/_model/proof/aligned.py",
         old="            carried <= _CLOSE * _distance(other, whole) for other in",
         new="            carried >= 0 for other in",
         killers=(MODELS + "test_layers_that_take_their_state_up_wrongly_are_refused",),
@@ -123,7 +123,7 @@ RECURRENT = (
     Mutant(
         name="where-weights-lie-is-not-told",
         breaks="equal fingerprint: equal bits",
-        file="python/kvpager/fingerprint.py",
+        file="python/kvpager/_model/identity/fingerprint.py",
         old="        if parameter.data_ptr() % line\n",
         new="        if parameter.data_ptr() % 4\n",
         killers=(MODELS + "test_where_weights_lie_is_part_of_the_fingerprint",),
@@ -131,7 +131,7 @@ RECURRENT = (
     Mutant(
         name="checkpoints-are-kept-twice-as-rarely",
         breaks="a cut costs no more tokens than lie between checkpoints",
-        file="python/kvpager/recurrent/checkpoints.py",
+        file="python/kvpager/_runtime/recurrent/checkpoints.py",
         old="position % (self._every * self._size) == 0",
         new="position % (2 * self._every * self._size) == 0",
         killers=(
@@ -142,7 +142,7 @@ RECURRENT = (
     Mutant(
         name="the-largest-gap-is-made",
         breaks="the checkpoint whose loss costs least goes first",
-        file="python/kvpager/recurrent/checkpoints.py",
+        file="python/kvpager/_runtime/recurrent/checkpoints.py",
         old="key=lambda key: (gap(key), held[key].used)",
         new="key=lambda key: (-gap(key), held[key].used)",
         killers=(
@@ -153,7 +153,7 @@ RECURRENT = (
     Mutant(
         name="a-text-in-use-loses-its-newest-checkpoint",
         breaks="the newest checkpoint of a text in use never goes",
-        file="python/kvpager/recurrent/checkpoints.py",
+        file="python/kvpager/_runtime/recurrent/checkpoints.py",
         old="self._held.keys() - others - {key}))",
         new="self._held.keys() - {key}))",
         killers=(CHECKPOINTS + "test_the_newest_of_a_text_in_use_never_goes",),
@@ -161,7 +161,7 @@ RECURRENT = (
     Mutant(
         name="a-checkpoint-that-goes-leaves-a-hole",
         breaks="gaps are measured along the text, whatever went before",
-        file="python/kvpager/recurrent/checkpoints.py",
+        file="python/kvpager/_runtime/recurrent/checkpoints.py",
         old="                checkpoint.before = dropped.before\n",
         new="                checkpoint.before = None\n",
         killers=(CHECKPOINTS + "test_what_went_before_counts_in_a_gap",),
@@ -169,7 +169,7 @@ RECURRENT = (
     Mutant(
         name="states-of-another-fingerprint-are-taken",
         breaks="states of another model or salt are refused",
-        file="python/kvpager/recurrent/cursor.py",
+        file="python/kvpager/_runtime/recurrent/cursor.py",
         old='            on_mismatch="approximate" if self._namespace else "refuse",\n',
         new='            on_mismatch="approximate",\n',
         killers=(SNAPSHOTS + "test_states_of_another_release_are_refused",),
@@ -177,7 +177,7 @@ RECURRENT = (
     Mutant(
         name="states-of-any-worth-are-taken",
         breaks="10: an exact text goes on from exact states alone",
-        file="python/kvpager/recurrent/cursor.py",
+        file="python/kvpager/_runtime/recurrent/cursor.py",
         old="        if not self._namespace and set(",
         new="        if self._namespace and set(",
         killers=(SNAPSHOTS + "test_states_that_are_not_exact_are_refused_for_a_text_that_is",),
@@ -185,7 +185,7 @@ RECURRENT = (
     Mutant(
         name="states-are-found-by-the-savers-hashes",
         breaks="states saved under another release are found by the text they are of",
-        file="python/kvpager/recurrent/saved_states.py",
+        file="python/kvpager/_runtime/recurrent/saved_states.py",
         old="            names[key]: (chunk, position)",
         new="            key: (chunk, position)",
         killers=(SNAPSHOTS + "test_what_is_restored_as_approximate_shares_no_state",),
@@ -193,7 +193,7 @@ RECURRENT = (
     Mutant(
         name="states-after-the-saved-text-are-saved",
         breaks="a save of a text's beginning has nothing of the rest",
-        file="python/kvpager/recurrent/cursor.py",
+        file="python/kvpager/_runtime/recurrent/cursor.py",
         old="        hashes = self._hashes(min(upto, self._sequence.length))",
         new="        hashes = self._hashes(self._sequence.length)",
         killers=(SNAPSHOTS + "test_a_save_of_a_beginning_has_the_states_of_that_beginning",),

@@ -4,18 +4,18 @@ from mutants.mutant import Mutant
 
 ENTRIES = "python/test_remembered.py::"
 FOLDER = "python/test_private_folder.py::"
-OPENED = "python/kvpager/private_folder.py"
+OPENED = "python/kvpager/_support/private_folder.py"
 CODE = "model/test_code_that_is_remembered.py::"
 EXCHANGED = CODE + "test_a_program_that_exchanges_code_has_its_models_proven_at_every_start"
-SEEN = "python/kvpager/opening/code_seen.py"
-FILES = "python/kvpager/opening/released_files.py"
-PROVEN = "python/kvpager/opening/proven_before.py"
+SEEN = "python/kvpager/_model/facts/code_seen.py"
+FILES = "python/kvpager/_model/facts/released_files.py"
+PROVEN = "python/kvpager/_model/facts/proven_before.py"
 
 REMEMBERED = (
     Mutant(
         name="remembered-values-have-no-code",
         breaks="a remembered value with any other bit is nothing",
-        file="python/kvpager/remembered.py",
+        file="python/kvpager/_support/remembered.py",
         old=" if same and hmac.compare_digest(code, _code(found, secret)) else None",
         new=" if same else None",
         killers=(
@@ -27,7 +27,7 @@ REMEMBERED = (
     Mutant(
         name="remembered-values-of-any-kind",
         breaks="what is remembered under one kind is not taken for another",
-        file="python/kvpager/remembered.py",
+        file="python/kvpager/_support/remembered.py",
         old='found["kind"] == kind and ',
         new="",
         killers=(ENTRIES + "test_an_entry_of_one_kind_is_none_of_another",),
@@ -35,7 +35,7 @@ REMEMBERED = (
     Mutant(
         name="a-secret-of-any-length",
         breaks="a secret that was lost is made again",
-        file="python/kvpager/remembered.py",
+        file="python/kvpager/_support/remembered.py",
         old=" and len(found) == _SECRET_BYTES",
         new="",
         killers=(ENTRIES + "test_without_its_secret_all_is_found_out_anew_and_remembered_again",),
@@ -117,8 +117,8 @@ REMEMBERED = (
         name="functions-that-did-not-run-are-not-asked-about",
         breaks="a module with a function of somebody else is proven at every start",
         file=PROVEN,
-        old="                    known.holds(function.__code__, function.__globals__)\n",
-        new="                    True\n",
+        old="                if not known.may_import(function):\n",
+        new="                if False:\n",
         killers=(EXCHANGED + "[function_that_is_not_run]",),
     ),
     Mutant(
@@ -171,7 +171,7 @@ REMEMBERED = (
         name="a-finding-that-disagrees-is-kept",
         breaks="a remembered proof of a model that computes otherwise is thrown away",
         file=PROVEN,
-        old='                if self._core.numerics.behaviour == found["behaviour"]:\n',
+        old='                if found.behaviour == remembered["behaviour"]:\n',
         new="                if True:\n",
         killers=("model/test_proven_before.py::test_a_finding_that_disagrees_is_thrown_away",),
     ),

@@ -54,13 +54,13 @@ RESULTS = (
         killers=(TABLES + "test_a_title_that_does_not_fit_its_picture_is_refused",),
     ),
     Mutant(
-        name="a-chunk-is-told-to-be-on-its-slowest-tier",
-        breaks="each chunk is counted once, where it is fastest",
-        file="bench/kvpager_bench/questions/residency.py",
-        old='{TIER_RESIDENT: "pool", TIER_HOST: "host", TIER_DISK: "disk"}',
-        new='{TIER_DISK: "disk", TIER_HOST: "host", TIER_RESIDENT: "pool"}',
+        name="a-quick-question-is-asked-in-full",
+        breaks="an option has the value of the size that is asked for",
+        file="bench/kvpager_bench/study.py",
+        old='{"quick": self.quick, "full": self.full}',
+        new='{"quick": self.full, "full": self.quick}',
         killers=(
-            "python/test_bench_residency.py::test_each_chunk_is_counted_once_where_it_is_fastest",
+            "python/test_bench_study.py::test_an_option_has_a_value_by_size_unless_it_is_given",
         ),
     ),
 )

@@ -3,8 +3,8 @@
 from mutants.mutant import Mutant
 
 TESTS = "model/test_rotary.py::"
-ROTATION = "python/kvpager/hf/rotation.py"
-FINDING = "python/kvpager/hf/rotary.py"
+ROTATION = "python/kvpager/_model/seam/rotary.py"
+FINDING = "python/kvpager/_model/seam/rotary.py"
 THERE = TESTS + "test_moved_keys_are_those_that_the_model_computes_there"
 ONE_ROUNDING = TESTS + "test_a_move_is_one_rounding_from_the_rotation_in_float64"
 STAY = TESTS + "test_keys_that_stay_keep_their_bits_beside_keys_that_move"
@@ -51,10 +51,7 @@ ROTARY = (
         file=FINDING,
         old="return Move(self._rotations, before, after)",
         new="return Move(self._rotations, before, after - after[:1])",
-        killers=(
-            THERE,
-            TESTS + "test_attention_to_a_moved_segment_is_that_of_relative_positions",
-        ),
+        killers=(THERE, TESTS + "test_attention_to_a_moved_segment_is_that_of_relative_positions"),
     ),
     Mutant(
         name="keys-that-stay-are-turned-by-nothing",

@@ -62,11 +62,9 @@ SAMPLING = (
         name="logprobs-in-half-precision",
         breaks="a log-probability is computed in float64 from the model's own logits",
         file=FILE,
-        old="    top = float(values.max())\n"
-        "    return float(values[token]) - top - math.log(float(np.exp(values - top).sum()))\n",
-        new="    values = values.astype(np.float16).astype(np.float64)\n"
-        "    top = float(values.max())\n"
-        "    return float(values[token]) - top - math.log(float(np.exp(values - top).sum()))\n",
+        old="        self._largest = float(self._logits.max())\n",
+        new="        self._logits = self._logits.astype(np.float16).astype(np.float64)\n"
+        "        self._largest = float(self._logits.max())\n",
         killers=(
             "model/test_stock_transformers.py::test_score_is_the_log_softmax_of_transformers"
             "[llama-float32]",
@@ -75,7 +73,7 @@ SAMPLING = (
     Mutant(
         name="repetition-leaves-the-prompt-out",
         breaks="a repetition penalty is of every token of the text",
-        file="python/kvpager/logits/adjustments.py",
+        file="python/kvpager/_runtime/logits/adjustments.py",
         old="    occurs[tokens] = True\n",
         new="    occurs[tokens[-5:]] = True\n",
         killers=(CHOICES + "test_scores_and_kept_tokens_are_those_of_transformers",),
@@ -83,7 +81,7 @@ SAMPLING = (
     Mutant(
         name="repetition-divides-what-is-negative",
         breaks="a repetition penalty lowers negative logits too",
-        file="python/kvpager/logits/adjustments.py",
+        file="python/kvpager/_runtime/logits/adjustments.py",
         old="np.where(found < 0, found * penalty, found / penalty)",
         new="found / penalty",
         killers=(CHOICES + "test_scores_and_kept_tokens_are_those_of_transformers",),
@@ -123,7 +121,7 @@ SAMPLING = (
     Mutant(
         name="going-on-counts-anew",
         breaks="a generation that goes on counts the tokens of the interrupted one",
-        file="python/kvpager/text/transcript.py",
+        file="python/kvpager/_runtime/text/transcript.py",
         old="return self.sampling.start if goes_on else len(text)",
         new="return len(text)",
         killers=(
@@ -133,7 +131,7 @@ SAMPLING = (
     Mutant(
         name="a-guess-is-judged-by-the-tokens-after-it",
         breaks="a guess is verified after the text that it follows",
-        file="python/kvpager/scheduling/packing.py",
+        file="python/kvpager/_runtime/scheduling/packing.py",
         old="token = choose_after(text[:position], logits[accepted], sampling, processors)",
         new="token = sampling.choose(logits[accepted], position, text)",
         killers=(OPTIONS + "test_speculation_changes_no_token_of_a_text_with_penalties",),
@@ -141,7 +139,7 @@ SAMPLING = (
     Mutant(
         name="processors-are-asked-again",
         breaks="a processor sees each text once",
-        file="python/kvpager/logits/processors.py",
+        file="python/kvpager/_runtime/logits/processors.py",
         old="        known = self._recall(tokens)\n",
         new="        self._recall(tokens)\n        known = None\n",
         killers=(
@@ -152,7 +150,7 @@ SAMPLING = (
     Mutant(
         name="a-processor-fails-the-forward",
         breaks="a processor that raises ends its own request",
-        file="python/kvpager/scheduling/packing.py",
+        file="python/kvpager/_runtime/scheduling/packing.py",
         old="    except (NonFiniteError, InvalidArgumentError):  # raised again when this token is",
         new="    except NonFiniteError:  # raised again when this token is",
         killers=(
@@ -162,7 +160,7 @@ SAMPLING = (
     Mutant(
         name="a-config-is-believed-in-part",
         breaks="a field that is not honoured is refused",
-        file="python/kvpager/scheduling/generation_config.py",
+        file="python/kvpager/_runtime/scheduling/generation_config.py",
         old="    if found:\n",
         new="    if len(found) > 1:\n",
         killers=(
@@ -173,9 +171,20 @@ SAMPLING = (
     Mutant(
         name="a-config-forgets-the-models-own",
         breaks="what a config leaves out is the model's own",
-        file="python/kvpager/scheduling/generation_config.py",
+        file="python/kvpager/_runtime/scheduling/generation_config.py",
         old="({} if own is None else vars(own), DEFAULTS_OF_TRANSFORMERS)",
         new="({}, DEFAULTS_OF_TRANSFORMERS)",
         killers=(CHOICES + "test_what_a_config_leaves_out_is_the_models_own",),
+    ),
+    Mutant(
+        name="the-models-own-config-is-used-on-request-alone",
+        breaks="the model's generation_config is the default where it samples",
+        file="python/kvpager/_runtime/scheduling/options.py",
+        old='options.get("generation_config", AUTO)',
+        new='options.get("generation_config")',
+        killers=(
+            "model/test_sampling_options.py::"
+            "test_the_models_own_config_is_the_default_where_it_samples",
+        ),
     ),
 )

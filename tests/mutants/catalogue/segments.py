@@ -3,7 +3,6 @@
 from mutants.mutant import Mutant
 
 SEGMENTS = "model/test_segments.py::"
-DEFECTS = "model/test_defects_stitching.py::"
 ROOM = "python/kvpager/segments/"
 
 SEGMENT_MUTANTS = (
@@ -21,10 +20,7 @@ SEGMENT_MUTANTS = (
         file=ROOM + "stitching.py",
         old='        provenance: str = "approximate",\n',
         new='        provenance: str = "exact",\n',
-        killers=(
-            SEGMENTS + "test_only_the_exact_beginning_is_ever_found_by_others",
-            DEFECTS + "test_chunks_encoded_alone_are_no_hit_for_the_text_they_were_put_into",
-        ),
+        killers=(SEGMENTS + "test_only_the_exact_beginning_is_ever_found_by_others",),
     ),
     Mutant(
         name="a-segment-after-ids-is-a-true-prefix",
@@ -42,7 +38,7 @@ SEGMENT_MUTANTS = (
         new="                k[layer, first:last] = keys\n",
         killers=(
             SEGMENTS + "test_what_nothing_repairs_is_the_segment_with_rotated_keys",
-            DEFECTS + "test_a_segment_that_moves_has_its_keys_rotated",
+            SEGMENTS + "test_moved_keys_are_those_of_a_prefill_within_one_rounding",
         ),
     ),
     Mutant(
@@ -67,7 +63,7 @@ SEGMENT_MUTANTS = (
         file=ROOM + "assemble.py",
         old="        live = chosen | ~self._moved\n",
         new="        live = chosen | True\n",
-        killers=(DEFECTS + "test_a_repair_forwards_the_rows_it_says_and_never_all",),
+        killers=(SEGMENTS + "test_every_token_is_counted_once_and_rows_are_those_computed",),
     ),
     Mutant(
         name="the-default-leaves-heads-as-they-are",
@@ -75,9 +71,7 @@ SEGMENT_MUTANTS = (
         file=ROOM + "policies.py",
         old="chosen[piece.start : min(piece.start + self.tokens, piece.stop)] = True\n",
         new="chosen[max(piece.start, piece.stop - self.tokens) : piece.stop] = True\n",
-        killers=(
-            DEFECTS + "test_the_default_computes_the_heads_of_all_later_segments_the_last_included",
-        ),
+        killers=(SEGMENTS + "test_the_default_computes_the_heads_of_all_later_segments",),
     ),
     Mutant(
         name="a-segments-last-chunk-stays-open",
@@ -94,5 +88,26 @@ SEGMENT_MUTANTS = (
         old="        self._prefill(exact)\n",
         new="",
         killers=(SEGMENTS + "test_recomputing_everything_is_a_full_prefill_to_the_bit",),
+    ),
+    Mutant(
+        name="a-message-has-the-names-of-all-segments",
+        breaks="of many segments, a message names those like the one that is not there",
+        file="python/kvpager/segments/shelf.py",
+        old="len(names) <= _MOST_NAMED",
+        new="True",
+        killers=(
+            SEGMENTS + "test_of_many_segments_a_message_names_those_like_the_one_that_is_not_there",
+        ),
+    ),
+    Mutant(
+        name="a-note-of-a-newer-release-spoils-its-snapshot",
+        breaks="a segment that this release cannot use is a sound snapshot all the same",
+        file="python/kvpager/stores/segments.py",
+        old="    except PagerError:  # loading the segment reports it\n        return None\n",
+        new="    except PagerError:\n        raise\n",
+        killers=(
+            "python/test_directory_store.py::"
+            "test_a_segment_note_of_a_newer_release_is_a_sound_snapshot",
+        ),
     ),
 )

@@ -2,6 +2,10 @@
 
 from mutants.mutant import Mutant
 
+SELECT = "cpp/kernels/select_test.cc::"
+PAGER_POOL = "python/test_pager_pool.py::"
+PAGER_PLACEMENT = "python/test_pager_placement.py::"
+
 DEFINITION = (
     "cpp/kernels/select_test.cc::"
     "selection equals the definition at every position, window and configuration"
@@ -31,8 +35,8 @@ SELECTION = (
         old="chosen = order > threshold || (order == threshold && ties-- > 0);",
         new="chosen = order >= threshold;",
         killers=(
-            "cpp/kernels/select_test.cc::equal scores are taken in order of chunk id",
-            "python/test_defects_pool.py::test_ties_are_broken_by_chunk_id_every_time",
+            SELECT + "equal scores are taken in order of chunk id",
+            PAGER_POOL + "test_ties_are_broken_by_chunk_id_every_time",
         ),
     ),
     Mutant(
@@ -41,10 +45,7 @@ SELECTION = (
         file="csrc/kernels/select.cc",
         old="  if ((bits & ~kSign) > kInfinity) return 0;\n",
         new="  if ((bits & ~kSign) > kInfinity) return ~uint64_t{0};\n",
-        killers=(
-            "cpp/kernels/select_test.cc::"
-            "both zeros are equal, NaN is the worst score and infinity the best",
-        ),
+        killers=(SELECT + "both zeros are equal, NaN is the worst score and infinity the best",),
     ),
     Mutant(
         name="selection-of-another-row",
@@ -53,7 +54,7 @@ SELECTION = (
         old="read_query(q, row.row, ",
         new="read_query(q, rows.front().row, ",
         killers=(
-            "python/test_pager_placement.py::test_threads_packing_and_padding_change_no_bit",
+            PAGER_PLACEMENT + "test_threads_packing_and_padding_change_no_bit",
             "model/test_pure_function_of_tokens.py::"
             "test_a_prefill_in_pieces_of_any_length_gives_the_same_bits[topk]",
         ),
@@ -73,10 +74,7 @@ SELECTION = (
       }
       of_chunk = seen.data();
 """,
-        killers=(
-            PLACEMENT,
-            "python/test_defects_pool.py::test_what_is_resident_is_not_what_is_attended_to",
-        ),
+        killers=(PLACEMENT, PAGER_POOL + "test_what_is_resident_is_not_what_is_attended_to"),
     ),
     Mutant(
         name="a-summary-is-kept-if-there-is-one",
@@ -88,9 +86,7 @@ SELECTION = (
         "std::byte{0}; })) {\n"
         "      backend_.summarize(block, seal->summary);\n"
         "    }\n",
-        killers=(
-            "python/test_defects_pool.py::test_a_sequence_in_reused_records_has_its_own_summaries",
-        ),
+        killers=(PAGER_POOL + "test_a_sequence_in_reused_records_has_its_own_summaries",),
     ),
     Mutant(
         name="a-restored-chunk-finds-a-stale-summary",
@@ -99,7 +95,7 @@ SELECTION = (
         old="  record.summary_pending = true;\n",
         new="  record.summary_pending = false;\n",
         killers=(
-            "python/test_defects_pool.py::test_restored_chunks_score_as_they_did",
+            PAGER_POOL + "test_restored_chunks_score_as_they_did",
             "cpp/pager/restore_test.cc::"
             "a prefix adopted from a restored sequence that never ran has its summaries",
         ),
@@ -108,12 +104,12 @@ SELECTION = (
         name="summary-of-the-page-before",
         breaks="9: a summary is that of its own layer and kv head",
         file="csrc/pager/config.cc",
-        old="scorer.summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),",
-        new="scorer.summarize(layout.of_layer(layer), "
+        old="bits2::summarize(layout.of_layer(layer), chunk + layout.page_offset(layer, head),",
+        new="bits2::summarize(layout.of_layer(layer), "
         "chunk + layout.page_offset(layer, head > 0 ? head - 1 : 0),",
         killers=(
-            "python/test_pager_placement.py::"
-            "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
+            PAGER_PLACEMENT
+            + "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
         ),
     ),
     Mutant(
@@ -158,8 +154,8 @@ SELECTION = (
         old="bases[static_cast<size_t>(i)] + offset;",
         new="bases[static_cast<size_t>(i - item.begin)] + offset;",
         killers=(
-            "python/test_pager_placement.py::"
-            "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
+            PAGER_PLACEMENT
+            + "test_top_k_takes_the_sinks_the_recent_window_always_and_the_best_of_the_rest",
         ),
     ),
 )

@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 ROOM = "python/kvpager/transformers_cache/"
 SAME = "model/test_transformers_cache.py::"
 CALLS = "model/test_transformers_cache_calls.py::"
-SAVING = "model/test_transformers_cache_saving.py::"
+SAVING = "model/test_transformers_cache_calls.py::"
 
 FAILS = CALLS + "test_a_call_that_fails_anywhere_leaves_the_cache_as_it_was"
 PADDED = SAME + "test_a_batch_with_left_padding_generates_what_a_stock_cache_does[llama]"
@@ -38,7 +38,7 @@ TRANSFORMERS_CACHES = (
     Mutant(
         name="an-ended-call-concerns-its-model",
         breaks="a collected cache whose call was interrupted leaves no trace",
-        file=ROOM + "attention.py",
+        file=ROOM + "layers.py",
         old="        if call is None or call.forward is None:\n            return False\n",
         new="        if call is None or call.forward is None:\n            return True\n",
         killers=(CALLS + "test_a_collected_cache_whose_call_was_interrupted_leaves_no_trace",),
@@ -97,7 +97,7 @@ TRANSFORMERS_CACHES = (
     Mutant(
         name="changed-weights-are-saved",
         breaks="a snapshot of a cache is of the weights that its fingerprint names",
-        file=ROOM + "saving.py",
+        file=ROOM + "opening.py",
         old="    host.known.watch.check(thorough=True)\n",
         new="",
         killers=(SAVING + "test_what_cannot_be_saved_is_refused_and_says_why",),
@@ -105,7 +105,7 @@ TRANSFORMERS_CACHES = (
     Mutant(
         name="what-collects-for-transformers-counts-as-a-change",
         breaks="asking a model for hidden states does not make it another one",
-        file="python/kvpager/hf/looks.py",
+        file="python/kvpager/_model/watch/looks.py",
         old="        or collects_for_transformers(hook)\n",
         new="",
         killers=(CALLS + "test_asking_for_hidden_states_does_not_count_as_another_model",),

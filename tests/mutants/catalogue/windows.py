@@ -58,16 +58,13 @@ WINDOWS = (
         file="csrc/pager/commit.cc",
         old="    sequences_.reserve_again(*part.sequence);\n",
         new="",
-        killers=(
-            PYTHON + "test_a_promise_is_kept_chunk_by_chunk_beside_others",
-            PROMISE,
-        ),
+        killers=(PYTHON + "test_a_promise_is_kept_chunk_by_chunk_beside_others", PROMISE),
     ),
     Mutant(
         name="a-fork-takes-its-parents-room",
         breaks="a sequence that was admitted can grow to what was reserved, forked or not",
         file="csrc/pager/sequences.cc",
-        old='  if (shared > 0) residency_.budget().require(shared, "fork");\n',
+        old='  const HomesAside homes(residency_.budget(), shared, "fork");\n',
         new="",
         killers=(PARTING,),
     ),
@@ -114,7 +111,7 @@ WINDOWS = (
     Mutant(
         name="released-tokens-of-any-sign",
         breaks="what a session section says of released tokens is checked before it is used",
-        file="python/kvpager/released.py",
+        file="python/kvpager/_runtime/released.py",
         old="    if int(ids.min()) < 0:\n",
         new="    if False:\n",
         killers=(PYTHON + "test_a_malformed_field_is_damage_and_named",),

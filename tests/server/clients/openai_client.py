@@ -170,7 +170,7 @@ def try_errors(url):
     )
     assert error.code == "model_not_found"
     error = error_of(
-        openai.APIStatusError,
+        openai.BadRequestError,
         client.responses.create,
         model=MODEL,
         input="Hi",

@@ -93,7 +93,7 @@ def router(module: str, *arguments: str, path: str = "/health"):
     try:
         for _ in range(300):
             assert process.poll() is None, f"{module} ended with {process.returncode}"
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            with contextlib.suppress(OSError):  # not there yet, or busy with its start
                 urllib.request.urlopen(url + path, timeout=5).read()
                 break
             time.sleep(0.2)

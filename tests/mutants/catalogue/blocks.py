@@ -1,0 +1,200 @@
+"""A store of blocks: refused, not corrupt; a hard budget; nothing lost."""
+
+from mutants.mutant import Mutant
+
+FOLDER = "python/kvpager/stores/chunks/"
+READER = "csrc/snapshot/block_reader.cc"
+TESTS = "python/test_chunk_store.py::"
+CPP = "cpp/snapshot/block_reader_test.cc::"
+CRASHES = "python/test_chunk_store_crashes.py::"
+POWER = (
+    "hostile/test_power_and_failing_calls.py::"
+    "test_a_power_failure_loses_nothing_that_was_reported_saved"
+)
+
+BLOCKS = (
+    Mutant(
+        name="a-blocks-bytes-are-not-checked",
+        breaks="a damaged block is refused",
+        file=READER,
+        old="if (text(block_check(block.binding, scratch, block.bytes)) != block.check)",
+        new="if (block.check.empty())",
+        killers=(CPP + "of what is not what was written nothing is copied",),
+    ),
+    Mutant(
+        name="a-blocks-check-covers-its-bytes-alone",
+        breaks="a block of another key, group or identity is refused",
+        file=READER,
+        old="std::string bound(binding);",
+        new="std::string bound(binding.substr(0, 0));",
+        killers=(TESTS + "test_an_index_that_lies_about_a_place_returns_nothing[plain]",),
+    ),
+    Mutant(
+        name="identities-share-their-keys",
+        breaks="every identity sees its own blocks alone",
+        file=FOLDER + "pack.py",
+        old="data = self.digest + _LENGTH.pack(group) + key",
+        new="data = _LENGTH.pack(group) + key",
+        killers=(TESTS + "test_identities_share_a_folder_and_no_block",),
+    ),
+    Mutant(
+        name="a-refused-block-stays",
+        breaks="a block that was refused is stored again by the next put",
+        file=FOLDER + "lookups.py",
+        old='database.execute(f"DELETE FROM block {_WHERE}", _place(row))',
+        new='database.execute(f"SELECT 1 FROM block {_WHERE}", _place(row))',
+        killers=(TESTS + "test_a_flipped_bit_is_refused_and_the_next_put_repairs_it",),
+    ),
+    Mutant(
+        name="bytes-of-a-block-go-before-its-row",
+        breaks="a block that is evicted while it is read is a miss",
+        file=FOLDER + "contents.py",
+        old="        self._commit()\n        self._bury()\n        return len(rows)",
+        new="        self._bury()\n        return len(rows)",
+        killers=(TESTS + "test_a_block_that_is_evicted_while_it_is_read_is_a_miss",),
+    ),
+    Mutant(
+        name="what-is-being-written-is-not-counted",
+        breaks="the budget holds while several write",
+        file=FOLDER + "store.py",
+        old="                contents.add_temporary(pack.temporary, pack.bytes)\n",
+        new="",
+        killers=(TESTS + "test_two_puts_at_once_share_the_budget",),
+    ),
+    Mutant(
+        name="no-room-is-made-for-blocks",
+        breaks="the budget holds at every instant",
+        file=FOLDER + "store.py",
+        old="    return contents.make_room(budget, needed)",
+        new="    return contents.make_room(budget, 0)",
+        killers=(CRASHES + "test_the_budget_holds_at_every_step",),
+    ),
+    Mutant(
+        name="any-block-goes-first",
+        breaks="the least recently used blocks go first",
+        file=FOLDER + "contents.py",
+        old='"SELECT * FROM block ORDER BY used, start DESC"',
+        new='"SELECT * FROM block ORDER BY used DESC, start DESC"',
+        killers=(TESTS + "test_the_budget_holds_and_the_least_recently_used_goes",),
+    ),
+    Mutant(
+        name="the-first-blocks-of-a-put-go-first",
+        breaks="of one put the last blocks go first",
+        file=FOLDER + "contents.py",
+        old='"SELECT * FROM block ORDER BY used, start DESC"',
+        new='"SELECT * FROM block ORDER BY used, start"',
+        killers=(TESTS + "test_later_blocks_of_a_put_go_before_those_that_they_need",),
+    ),
+    Mutant(
+        name="a-reader-keeps-the-bytes-of-a-removed-pack",
+        breaks="the bytes of evicted blocks are free at once",
+        file=FOLDER + "contents.py",
+        old="        os.truncate(path, 0)\n",
+        new="        Path(path).stat()\n",
+        killers=(TESTS + "test_the_bytes_of_a_removed_pack_are_free_though_it_is_open",),
+    ),
+    Mutant(
+        name="a-new-index-finds-deleted-blocks",
+        breaks="deleted blocks stay deleted when the index is made again",
+        file=FOLDER + "contents.py",
+        old="if not is_hole(file.descriptor, e.start, e.size)]",
+        new="if e]",
+        killers=(TESTS + "test_a_lost_index_is_made_again_with_what_the_packs_hold",),
+    ),
+    Mutant(
+        name="a-living-writers-pack-is-swept",
+        breaks="a collection leaves what is being written",
+        file=FOLDER + "contents.py",
+        old="self._files(_TEMPORARY) if not in_use(path)]",
+        new="self._files(_TEMPORARY)]",
+        killers=(TESTS + "test_a_collection_leaves_what_is_being_written",),
+    ),
+    Mutant(
+        name="expired-blocks-are-returned",
+        breaks="a block lives no longer than its time to live",
+        file=FOLDER + "contents.py",
+        old="    return max(math.ceil(now_ns - ttl_seconds * 1e9), -(2**62))",
+        new="    return -(2**62)",
+        killers=(TESTS + "test_expired_blocks_are_missing_and_collected",),
+    ),
+    Mutant(
+        name="an-abandoned-read-is-written",
+        breaks="nothing is written to what an abandoned read was given",
+        file=READER,
+        old="  if (!is_open()) return false;\n",
+        new="",
+        killers=(CPP + "nothing is written once a gate was closed",),
+    ),
+    Mutant(
+        name="an-abandoned-read-ends-while-a-block-is-copied",
+        breaks="nothing is written to what an abandoned read was given",
+        file=READER,
+        old="  if (process_.forked()) return;\n",
+        new="  if (process_.forked() || abandoned_) return;\n",
+        killers=(CPP + "nothing is written once a gate was closed",),
+    ),
+    Mutant(
+        name="a-forked-child-waits-for-its-parents-copy",
+        breaks="a forked child can close what its parent made",
+        file=READER,
+        old="  if (process_.forked()) return;\n",
+        new="",
+        killers=(CPP + "a forked child that closes a gate does not wait for its parent's copy",),
+    ),
+    Mutant(
+        name="a-full-queue-takes-more",
+        breaks="a queue holds at most so many jobs",
+        file=FOLDER + "queue.py",
+        old="            if len(self._jobs) >= self._depth:\n                return False\n",
+        new="",
+        killers=(TESTS + "test_a_full_queue_takes_nothing_and_does_not_wait",),
+    ),
+    Mutant(
+        name="an-encrypted-stores-index-has-the-identity",
+        breaks="an encrypted store shows no identity",
+        file=FOLDER + "contents.py",
+        old="hidden = self._access.hide(identity.text)",
+        new="hidden = identity.text",
+        killers=(TESTS + "test_an_encrypted_store_shows_neither_blocks_nor_keys_nor_identity",),
+    ),
+    Mutant(
+        name="a-pack-is-published-before-it-is-on-disk",
+        breaks="what was reported stored is there after a power failure",
+        file=FOLDER + "pack.py",
+        old="        os.fsync(file)\n",
+        new="",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-packs-name-is-not-synced",
+        breaks="what was reported stored is there after a power failure",
+        file=FOLDER + "pack.py",
+        old="        sync_folder(self._folder)\n",
+        new="",
+        killers=(POWER,),
+    ),
+    Mutant(
+        name="a-store-of-snapshots-takes-one-of-blocks-for-its-own",
+        breaks="a folder of another kind of store is refused",
+        file="python/kvpager/stores/settings.py",
+        old="        if found != kind:\n",
+        new="        if False:\n",
+        killers=(TESTS + "test_a_folder_of_another_kind_of_store_is_refused",),
+    ),
+    Mutant(
+        name="a-reader-removes-a-block-by-its-packs-number",
+        breaks="a block that is put again while it is read stays",
+        file=FOLDER + "lookups.py",
+        old='_PACK = "(SELECT id FROM pack WHERE name = ?)"\n',
+        new="_PACK = \"(SELECT MAX(id) FROM pack WHERE ? <> '')\"\n",
+        killers=(TESTS + "test_a_block_that_is_put_again_while_it_is_read_stays",),
+    ),
+    Mutant(
+        name="a-damaged-version-is-an-error",
+        breaks="damage is refused, and raises nothing",
+        file=FOLDER + "store.py",
+        old="_DAMAGES = (CorruptSnapshotError, UnsupportedVersionError)\n",
+        new="_DAMAGES = (CorruptSnapshotError,)\n",
+        killers=(TESTS + "test_a_damaged_version_raises_nothing",),
+    ),
+)
