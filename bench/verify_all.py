@@ -4,15 +4,12 @@ The whole matrix of tests/model/matrix.py, and the shipped model at 32K tokens. 
 runs in a process of its own, with its own number of threads. Relations that need fresh processes
 are checked for few cases that hold every pair of values, and with --effort full for all.
 
-    python bench/verify_all.py [--effort start | short | full] [--only PART ...] [--quick]
+    python bench/verify_all.py [--effort start | short | full] [--only PART,...] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +19,7 @@ from typing import Any
 
 from kvpager_bench import harness
 from kvpager_bench.harness import Column, MissingNumberError, Report
+from kvpager_bench.study import Asked, Option, Study, Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "model"))
 
@@ -47,41 +45,25 @@ NONE = "none"
 _NO_PROMISE = "does not apply"
 
 
-def main() -> int:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--effort", choices=("start", "short", "full"), default="short")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of names of cases")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(json.loads(arguments.worker))
-        return 0
-    environment = harness.start(arguments)
-    cases = matrix.pairwise() if arguments.quick else matrix.full()
-    apart = cases if arguments.effort == "full" else matrix.cover(cases)
-    jobs = list(groups(cases, set(apart), arguments))
-    report = Report(
-        name=harness.report_name("verify_all", arguments),
-        question="Does every way to the same tokens give the same bits, for every model?",
-        columns=COLUMNS,
-        settings={
-            "effort": arguments.effort,
-            "only": arguments.only,
-            "cases": sum(len(job["cases"]) for job in jobs),
-            "long_context": long_subject.LENGTH,
-        },
-        environment=environment,
-    )
+def measure(asked: Asked) -> None:
+    o = asked.options
+    cases = matrix.pairwise() if asked.quick else matrix.full()
+    apart = cases if o.effort == "full" else matrix.cover(cases)
+    jobs = list(groups(cases, set(apart), o))
+    asked.settings |= {
+        "cases": sum(len(job["cases"]) for job in jobs),
+        "long_context": long_subject.LENGTH,
+    }
     totals: dict[tuple[str, str], dict[str, Any]] = {}
-    for outcome in side_by_side(jobs):
+    for outcome in side_by_side(asked, jobs):
         count(outcome, totals)
     for total in totals.values():
-        report.add(**total)
-    return conclude(report)
+        asked.report().add(**total)
+    judge(asked.report())
 
 
 def groups(
-    cases: Iterable[matrix.Case], apart: Collection[matrix.Case], arguments: argparse.Namespace
+    cases: Iterable[matrix.Case], apart: Collection[matrix.Case], o: Any
 ) -> Iterator[dict[str, Any]]:
     """What each process does: cases of one architecture and one number of threads.
 
@@ -92,35 +74,31 @@ def groups(
         return case.architecture, case.threads
 
     def wanted(name: str) -> bool:
-        return any(part in name for part in arguments.only)
+        return any(part in name for part in o.only)
 
     chosen = sorted((case for case in cases if wanted(str(case))), key=key)
     for (_, threads), group in groupby(chosen, key):
         yield {
             "threads": threads,
-            "effort": arguments.effort,
+            "effort": o.effort,
             "cases": [{"values": vars(case), "apart": case in apart} for case in group],
         }
     for name in long_subject.SELECTIONS:
         case = f"{long_subject.NAME}-{name}"
         if wanted(case):
-            length = 4096 if arguments.quick else long_subject.LENGTH
-            yield {"threads": arguments.threads, "long": name, "length": length, "cases": [case]}
+            length = 4096 if o.quick else long_subject.LENGTH
+            yield {"threads": o.threads, "long": name, "length": length, "cases": [case]}
 
 
-def side_by_side(jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def side_by_side(asked: Asked, jobs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """The outcomes of all jobs; as many run at once as there are cores for their threads."""
     cores = len(os.sched_getaffinity(0))
 
     def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-        outcomes = []
         try:
-            for outcome in in_a_process(job):
-                tell(outcome)
-                outcomes.append(outcome)
+            outcomes: list[dict[str, Any]] = asked.work("cases", **job)["rows"]
         except MissingNumberError as error:  # an hour of others is not lost by it
-            outcomes.append(not_made(job, str(error)))
-            tell(outcomes[-1])
+            return [not_made(job, str(error))]
         return outcomes
 
     def threads(job: Mapping[str, Any]) -> int:
@@ -137,7 +115,6 @@ def not_made(job: Mapping[str, Any], why: str) -> dict[str, Any]:
     """The row of a process that ended before its end."""
     return {
         "model": long_subject.NAME if "long" in job else job["cases"][0]["values"]["architecture"],
-        "case": f"{len(job['cases'])} cases",
         "relation": "all",
         "outcome": "not run",
         "kept": False,
@@ -149,66 +126,43 @@ def not_made(job: Mapping[str, Any], why: str) -> dict[str, Any]:
     }
 
 
-def in_a_process(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a report that a worker prints, as they come."""
-    with subprocess.Popen(
-        [sys.executable, __file__, "--worker", json.dumps(job)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "OMP_WAIT_POLICY": "passive"},
-    ) as child:
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode:
-        raise MissingNumberError(
-            f"a worker for {len(job['cases'])} cases ended with {child.returncode}"
-        )
-
-
-def work(job: Mapping[str, Any]) -> None:
-    """In a process of its own: verifies every case of a job, prints a line per relation."""
-    harness.prepare(job["threads"])
+def work(job: Mapping[str, Any]) -> dict[str, Any]:
+    """In a process of its own: verifies every case of a job; a row per case and relation."""
     if "long" in job:
         with long_subject.subject(job["long"], job["length"]) as subject:
             name = f"{long_subject.NAME}-{job['long']}"
             model = f"{name}-{harness.tokens_name(job['length'])}"
-            show(model, name, subject, long_subject.RELATIONS)
-        return
+            return {"rows": rows_of(model, name, subject, long_subject.RELATIONS)}
+    rows = []
     for one in job["cases"]:
         case = matrix.Case(**one["values"])
         relations = [each for each in RELATIONS if one["apart"] or not each.processes]
         with Subject(case.model(), case.config, effort=job["effort"]) as subject:
-            show(case.architecture, str(case), subject, relations)
+            rows += rows_of(case.architecture, str(case), subject, relations)
+    return {"rows": rows}
 
 
-def show(model: str, case: str, subject: Subject, relations: Sequence[Any]) -> None:
+def rows_of(
+    model: str, case: str, subject: Subject, relations: Sequence[Any]
+) -> list[dict[str, Any]]:
+    rows = []
     for outcome in verify(subject, relations).outcomes:
-        first = outcome.comparison.first
-        row = {
-            "model": model,
-            "case": case,
-            "relation": outcome.relation,
-            "outcome": outcome.status,
-            "kept": outcome.kept,
-            "situations": outcome.cases,
-            "compared": outcome.comparison.bits,
-            "differing": outcome.comparison.differing_bits,
-            "time": outcome.seconds,
-            "first_difference": str(first) if first else outcome.reason or NONE,
-        }
-        print(json.dumps(row), flush=True)
-
-
-def tell(row: Mapping[str, Any]) -> None:
-    words = f"{row['case']}: {row['relation']}: {row['outcome']}, {row['compared']:,} bits compared"
-    why = "" if row["first_difference"] == NONE else f"; {row['first_difference']}"
-    print(f"{words}, {row['differing']:,} differ{why} ({row['time']:.1f} s)", flush=True)
+        first, compared = outcome.comparison.first, outcome.comparison
+        rows.append(
+            {
+                "model": model,
+                "relation": outcome.relation,
+                "outcome": outcome.status,
+                "kept": outcome.kept,
+                "situations": outcome.cases,
+                "compared": compared.bits,
+                "differing": compared.differing_bits,
+                "time": outcome.seconds,
+                "first_difference": str(first) if first else outcome.reason or NONE,
+            }
+        )
+        print(f"{case}: {outcome.relation}: {outcome.status}", file=sys.stderr, flush=True)
+    return rows
 
 
 def count(row: Mapping[str, Any], totals: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -226,9 +180,7 @@ def count(row: Mapping[str, Any], totals: dict[tuple[str, str], dict[str, Any]])
         total["first_difference"] = row["first_difference"]
 
 
-def conclude(report: Report) -> int:
-    """Writes the report; 1 if anything differs or was not run."""
-
+def judge(report: Report) -> None:
     def total(name: str) -> int:
         return sum(int(report.number(row, name)) for row in report.rows)
 
@@ -238,12 +190,28 @@ def conclude(report: Report) -> int:
         f"{total('differing'):,} of {total('compared'):,} bits differ, {total('not_kept')} of "
         f"{total('cases')} checks differ or could not be made",
     )
-    path = report.write()
-    verdict = report.verdicts[-1]
-    print(f"\n{'holds' if verdict.holds else 'FAILS'}: {verdict.claim} ({verdict.evidence})")
-    print(f"wrote results/{path.name}")
-    return 0 if verdict.holds else 1
 
+
+EFFORTS = ("start", "short", "full")
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "verify_all",
+            "Does every way to the same tokens give the same bits, for every model?",
+            COLUMNS,
+        ),
+    ),
+    (
+        Option("effort", "short", among=EFFORTS),
+        Option("only", [""], help="parts of names of cases"),
+    ),
+    workers={"cases": work},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--worker"]:
+        STUDY.main()
+    else:
+        told = STUDY.ask(sys.argv[1:]).report().verdicts[-1]
+        sys.exit(0 if told.holds else 1)

@@ -1,12 +1,14 @@
 """Builds wheels that run on any x86-64 Linux with glibc 2.28 or newer, and an sdist, into dist/.
 
     python scripts/build_wheel.py                          for the Python that runs it
+    python scripts/build_wheel.py --every                  for each Python that pyproject.toml names
     python scripts/build_wheel.py --python python3.10 --python python3.13
     python scripts/build_wheel.py --cuda                   with the CUDA plug-in, which takes nvcc
 
 The compiler is Clang, as the package `ziglang` brings it: it links for an old glibc whatever the
 machine has, and puts the C++ library into the extension. auditwheel then checks every symbol and
-writes the platform tag, and `kvpager demo` runs from the wheel of this Python. nvcc compiles the
+writes the platform tag, `kvpager demo` runs from the wheel of this Python, and each of the others
+loads its extension. What does not depend on the Python is compiled once for all. nvcc compiles the
 plug-in with the machine's own compiler, so that a wheel with CUDA has the tag that auditwheel finds
 for that machine.
 """
@@ -34,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
-LIMIT = 3 << 20  # bytes of a wheel without CUDA
+LIMIT = 13 << 18  # bytes of a wheel without CUDA
 # zig has names of its own for the levels of x86-64.
 COMPILER = """\
 #!/bin/sh
@@ -112,16 +114,28 @@ def build(python: str, *, cuda: bool, work: Path, progress: Progress) -> Path:
     command = [
         python, "-m", "pip", "--disable-pip-version-check", "wheel", "-v", "--no-deps", *isolation,
         "--wheel-dir", str(raw), str(ROOT),
-        f"--config-settings=build-dir={work}/{{wheel_tag}}{'-cuda' if cuda else ''}",
+        f"--config-settings=build-dir={work}/{'cuda' if cuda else 'cpu'}",
         f"--config-settings=cmake.define.KVPAGER_CUDA={'ON' if cuda else 'OFF'}",
         "--config-settings=cmake.define.KVPAGER_SHIM=OFF",
     ]  # fmt: skip
     environment = {**os.environ, **compilers(work / "compilers")}
-    task = progress.add_task(f"compile for {Path(python).name}", total=None)
+    task = progress.add_task(f"compile for {python}", total=None)
     for done, total in steps(command, environment):
         progress.update(task, completed=done, total=total)
     progress.update(task, completed=1, total=1)
     return next(raw.glob("*.whl"))
+
+
+def loaded(python: str, wheel: Path) -> str:
+    """What a wheel says of itself to a Python that has NumPy beside it. Raises BuildError."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+        run([*pip, "--target", folder, str(wheel), "numpy"])
+        code = (
+            "import platform, kvpager; from kvpager import _core; "
+            "print(f'kvpager {kvpager.__version__} loads in CPython {platform.python_version()}')"
+        )
+        return run([python, "-c", code], cwd=folder).strip()
 
 
 def repaired(wheel: Path, *, cuda: bool, output: Path) -> Path:
@@ -143,8 +157,9 @@ def repaired(wheel: Path, *, cuda: bool, output: Path) -> Path:
 def demonstrated(wheel: Path) -> str:
     """The last line of `kvpager demo`, run from the wheel alone. Raises BuildError.
 
-    The wheel is installed into an environment of its own, which finds the packages that kvpager
-    needs where this interpreter has them, and not this interpreter's kvpager.
+    The wheel is installed into an environment of its own. It finds the packages that kvpager needs
+    where this interpreter has them, and gets the others; it does not find this interpreter's
+    kvpager.
     """
     with tempfile.TemporaryDirectory() as folder:
         home, site = Path(folder) / "venv", Path(folder) / "site"
@@ -155,14 +170,18 @@ def demonstrated(wheel: Path) -> str:
         own = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
         paths = [str(site), sysconfig.get_path("purelib")]
         (Path(own.strip()) / "wheel.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
+        (about,) = importlib.metadata.distributions(name="kvpager", path=[str(site)])
+        needed = [one for one in about.requires or () if "extra ==" not in one]
+        run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python),
+             "install", "--quiet", *needed])  # fmt: skip
         command = [str(python), "-m", "kvpager"]
-        about = json.loads(run([*command, "info", "--format", "json"], cwd=folder))
-        if about["instruction_set"] != (best := _instruction_set()):
+        info = json.loads(run([*command, "info", "--format", "json"], cwd=folder))
+        if info["instruction_set"] != (best := _instruction_set()):
             raise BuildError(
-                f"{wheel.name} runs instruction set {about['instruction_set']}, and this "
+                f"{wheel.name} runs instruction set {info['instruction_set']}, and this "
                 f"processor has {best}"
             )
-        said = run([*command, "demo", "--context", "4096"], cwd=folder)
+        said = run([*command, "demo", "--only", "bits", "--context", "4096"], cwd=folder)
     return said.strip().splitlines()[-1]
 
 
@@ -181,6 +200,37 @@ def largest(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as files:
         sizes = sorted((each.compress_size, each.filename) for each in files.infolist())
     return ", ".join(f"{name} {size / 1e6:.2f} MB" for size, name in sizes[:-4:-1])
+
+
+def every_python() -> list[str]:
+    """An interpreter of each version that pyproject.toml names. Raises BuildError without one.
+
+    Looks at this one, on PATH and among pyenv's.
+    """
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", text)
+    found = {version: _python_of(version) for version in versions}
+    missing = [version for version, python in found.items() if python is None]
+    if missing:
+        raise BuildError(
+            f"no Python {', '.join(missing)} with headers, on PATH or among pyenv's; give those "
+            "that there are with --python"
+        )
+    return [python for python in found.values() if python is not None]
+
+
+def _python_of(version: str) -> str | None:
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    kept = sorted(map(str, root.glob(f"versions/{version}.*/bin/python")), reverse=True)
+    code = (
+        "import os, sys, sysconfig; "
+        "headers = os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h')); "
+        f"sys.exit('%d.%d' % sys.version_info[:2] != '{version}' or not headers)"
+    )
+    for python in (sys.executable, shutil.which(f"python{version}"), *kept):
+        if python and subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            return python
+    return None
 
 
 def _interpreter(given: str) -> str:
@@ -202,6 +252,11 @@ def _arguments() -> argparse.Namespace:
         metavar="PYTHON",
         help="an interpreter to build for, with its headers; may be repeated "
         "(default: the one that runs this script)",
+    )
+    parser.add_argument(
+        "--every",
+        action="store_true",
+        help="build for every version of Python that pyproject.toml names",
     )
     parser.add_argument(
         "--cuda",
@@ -226,7 +281,8 @@ def main() -> int:
     )  # fmt: skip
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            for python in args.python or [sys.executable]:
+            pythons = every_python() if args.every else args.python or [sys.executable]
+            for python in pythons:
                 raw = build(
                     python, cuda=args.cuda, work=ROOT / "build" / "wheel", progress=progress
                 )
@@ -236,6 +292,8 @@ def main() -> int:
                     task = progress.add_task("run kvpager demo from it", total=1)
                     print(demonstrated(wheel), flush=True)
                     progress.update(task, completed=1)
+                else:
+                    print(loaded(python, wheel), flush=True)
         archive = sdist(args.output)
         print(f"{archive}  {archive.stat().st_size / 1e6:.2f} MB")
     except BuildError as error:

@@ -11,17 +11,17 @@ import inspect
 import sys
 from pathlib import Path
 
-from kvpager import Dense, PagerConfig, TopK, _core
+from kvpager import Dense, PagerConfig, TopK
 from kvpager.config import Window
 from kvpager.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _ENVIRONMENT = (
-    "| `KVPAGER_CACHE` | folder where row counts that were proven and digests of weights are kept, "
-    "in files that only their owner can make; default `~/.cache/kvpager`; one that is a link, "
-    "belongs to another user or can be written by others is not used, with a warning; where it "
-    "cannot be written, what is in it is read; `off`: nothing is kept, and every start proves and "
-    "hashes anew |",
+    "| `KVPAGER_CACHE` | folder where row counts that were proven, digests of weights and unpacked "
+    "GGUF files (4 GiB at most) are kept, in files that only their owner can make; default "
+    "`~/.cache/kvpager`; one that is a link, belongs to another user or can be written by others "
+    "is not used, with a warning; where it cannot be written, what is in it is read; `off`: "
+    "nothing is kept, and every start proves and hashes anew |",
     "| `KVPAGER_DEBUG` | `1`: commands show where an error came from |",
     "| `KVPAGER_DEVICE_PATH` | folders, separated by colons, where device plug-ins are looked for "
     "too |",
@@ -48,8 +48,6 @@ def page() -> str:
             given = option.default is dataclasses.MISSING
             default = "required" if given else f"`{option.default!r}`"
             lines.append(f"| `{option.name}` | {default} | {option.accepts} | {option.help} |")
-    lines += ["", "## Scorers", "", "| name | summary of a chunk's keys |", "|---|---|"]
-    lines += [f"| `{name}` | {_core.scorer_description(name)} |" for name in _core.scorer_names()]
     lines += ["", "## Environment", "", "| variable | meaning |", "|---|---|", *_ENVIRONMENT]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 FROM_THE_TOP = {
-    "DESIGN.md": "design.md",
+    "DESIGN.md": "design/overview.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -25,12 +25,12 @@ _LINK = re.compile(r"(!?\[[^\]\n]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
 def on_config(config: Any) -> Any:
-    """Adds the decisions to the navigation, in their order."""
-    names = (path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
-    decisions = sorted(names, key=lambda name: (name != "README.md", name))
+    """Adds the design notes to the navigation, in their order."""
+    names = (path.name for path in (ROOT / "docs" / "design").glob("*.md"))
+    notes = sorted(names, key=lambda name: (name != "README.md", name))
     for part in config.nav:
         if "Explanation" in part:
-            part["Explanation"].append({"Decisions": [f"adr/{name}" for name in decisions]})
+            part["Explanation"].append({"Design notes": [f"design/{name}" for name in notes]})
     return config
 
 

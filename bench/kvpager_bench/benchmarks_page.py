@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpager.words import counted
+from kvpager._support.words import counted
 from kvpager_bench.downloads import CLAIMS, COMPARISONS, commit_name, machine_name
-from kvpager_bench.exact_cost_table import exact_cost_table
 from kvpager_bench.pictures.gallery import PICTURES, Picture
-from kvpager_bench.question import command_of
+from kvpager_bench.question import origin_of
 from kvpager_bench.report import Column, Comparison, Report, comparison_cells, markdown_table
 from kvpager_bench.suite import shortfalls
 
@@ -25,9 +24,7 @@ class Links:
         return f"{self.before}{name}{self.suffix}.{ending}"
 
 
-def benchmarks_text(
-    reports: Mapping[str, Report], links: Links, suite_seconds: float | None = None
-) -> str:
+def benchmarks_text(reports: Mapping[str, Report], links: Links) -> str:
     """The page from its first table on."""
     parts = [_promises(reports, links)]
     parts += [
@@ -46,7 +43,7 @@ def benchmarks_text(
         for entry in report.skipped:
             skipped.setdefault(entry.peer, entry.reason)
     parts.append(_listed("Peers left out", [f"{peer}: {why}" for peer, why in skipped.items()]))
-    parts.append(_downloads(reports, links, suite_seconds))
+    parts.append(_downloads(reports, links))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -99,7 +96,8 @@ def origin(report: Report, links: Links) -> str:
     name = _plain(report, links)
     where = f"{machine_name(report)}, {counted(told['threads'], 'thread')}, torch {told['torch']}"
     when = f"{str(told['date'])[:10]}, commit {commit_name(report)}"
-    return f"`{command_of(name)}`; {where}, {when}. [Its rows]({links.to(name, 'csv')})."
+    source = origin_of(name, str(told["kvpager"]))
+    return f"{source}; {where}, {when}. [Its rows]({links.to(name, 'csv')})."
 
 
 def _verified(report: Report, links: Links) -> str:
@@ -125,7 +123,33 @@ def _exact_cost(report: Report, links: Links) -> str:
     )
 
 
-def _downloads(reports: Mapping[str, Report], links: Links, suite_seconds: float | None) -> str:
+def exact_cost_table(report: Report) -> str:
+    """Markdown: decode and prefill time as multiples of transformers', by subject, mode and M."""
+    lines = []
+    for subject in dict.fromkeys(str(row["subject"]) for row in report.rows):
+        mine = [row for row in report.rows if row["subject"] == subject]
+        counts = list(dict.fromkeys(int(report.number(row, "rows")) for row in mine))
+        lines += [
+            "",
+            f"| {subject}: decode / prefill time, as multiples of transformers' | "
+            + " | ".join(f"M = {count}" for count in counts)
+            + " |",
+            "|---" * (len(counts) + 1) + "|",
+        ]
+        for mode in dict.fromkeys(str(row["mode"]) for row in mine):
+            cells = {
+                int(report.number(row, "rows")): " / ".join(
+                    f"{report.number(row, f'{what}_over_transformers'):.2f}"
+                    for what in ("decode", "prefill")
+                )
+                for row in mine
+                if row["mode"] == mode
+            }
+            lines.append(f"| {mode} | " + " | ".join(cells.get(c, "-") for c in counts) + " |")
+    return "\n".join(lines[1:])
+
+
+def _downloads(reports: Mapping[str, Report], links: Links) -> str:
     """Every report: its rows, when, where and from what it was measured, and how to do it again."""
     columns = tuple(
         Column(name, text=name != "rows")
@@ -139,14 +163,11 @@ def _downloads(reports: Mapping[str, Report], links: Links, suite_seconds: float
             str(report.environment["date"])[:10],
             commit_name(report),
             machine_name(report),
-            f"`{command_of(name)}`",
+            origin_of(name, str(report.environment["kvpager"])),
         ]
         for name, report in reports.items()
     ]
-    lines = ["## Everything that was measured"]
-    if suite_seconds is not None:
-        lines.append(f"The suite, `make bench`, took {suite_seconds / 60:.0f} minutes.")
-    return "\n\n".join([*lines, markdown_table(columns, rows)])
+    return f"## Everything that was measured\n\n{markdown_table(columns, rows)}"
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

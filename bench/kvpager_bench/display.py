@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvpager.cli.output import note, shows_progress
-from kvpager.cli.terminal import Look
-from kvpager.words import counted
+from kvpager._support.words import counted
+from kvpager.cli.output import note
+from kvpager.cli.terminal import Look, shows_progress
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -91,31 +91,29 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def summary_text(shown: Look, summary: Summary) -> str:
+def summary_lines(shown: Look, summary: Summary) -> Iterator[str]:
     """The one table, what fell short, who was skipped, what failed, the time taken."""
     from kvpager_bench.report import COMPARISON_COLUMNS, comparison_cells
 
-    text = ""
     if summary.comparisons:
         table = shown.table("Beside its peers")
         for column in COMPARISON_COLUMNS:
             table.add_column(column.heading, justify="left" if column.text else "right")
         for comparison in summary.comparisons:
             table.add_row(*(cell.replace("*", "") for cell in comparison_cells(comparison)))
-        text = shown.render(table)
+        yield from shown.render(table)
     small = " (--quick has sizes too small to tell)" if summary.plan.size == "quick" else ""
-    text += _section("Fell short" + small, summary.short())
-    text += _section("Peers left out", [f"{peer}: {why}" for peer, why in summary.skipped.items()])
-    text += _section(
-        "Failed", [f"{o.question.name}: {o.failure}; see {o.log}" for o in summary.failed]
-    )
+    for title, lines in (
+        ("Fell short" + small, summary.short()),
+        ("Peers left out", [f"{peer}: {why}" for peer, why in summary.skipped.items()]),
+        ("Failed", [f"{o.question.name}: {o.failure}; see {o.log}" for o in summary.failed]),
+    ):
+        if lines:
+            yield f"\n{title}"
+            yield from (f"  {line}" for line in lines)
     done = len(summary.outcomes) - len(summary.failed)
     said = f"{done} of {counted(len(summary.plan.questions), 'question')} in "
     said += clock(summary.seconds)
     if summary.interrupted:
         said += ", then interrupted"
-    return text + f"\n{said}; figures in {summary.plan.results}\n"
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return "".join([f"\n{title}\n", *(f"  {line}\n" for line in lines)]) if lines else ""
+    yield f"\n{said}; figures in {summary.plan.results}"

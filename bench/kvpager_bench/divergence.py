@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -70,3 +71,9 @@ def pooled(samples: Sequence[Sample]) -> Sample:
         np.concatenate([one.kl for one in samples]),
         np.concatenate([one.same_top for one in samples]),
     )
+
+
+def standard_error(values: Numbers, per_set: int) -> float:
+    """Of the mean of values [n], of which each `per_set` are one draw."""
+    means = values.reshape(-1, per_set).mean(axis=1)
+    return float(means.std(ddof=1) / math.sqrt(len(means)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +20,6 @@ READ_BLOCK = 8 << 20
 COPY_TARGET = 256 << 20  # many times any cache; larger files are copied to it part by part
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, data: Bytes) -> None:
@@ -58,28 +52,6 @@ def write_reserved(path: Path, data: Bytes, threads: int = WRITE_THREADS) -> Non
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def write_atomic(path: Path, data: Bytes) -> None:
-    """The same to another name, then a rename and an fsync of the folder: as lasting as ours."""
-    part = path.with_name(path.name + ".part")
-    write_synced(part, data)
-    part.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def dd(source: Path, path: Path) -> None:
-    """The program itself, from a file in the page cache; the time it takes to start counts too."""
-    command = [f"if={source}", f"of={path}", "bs=1M", "conv=fsync", "status=none"]
-    subprocess.run(["dd", *command], check=True)
-
-
-def has_dd() -> bool:
-    return shutil.which("dd") is not None
 
 
 class Copy:

@@ -35,49 +35,18 @@ import xxhash
 
 import kvpager
 from kvpager import _core
-from kvpager_bench.places import (
-    DOCS_DIR,
-    PACKAGE_DIR,
-    RESULTS_DIR,
-    RESULTS_VARIABLE,
-    SCRATCH_DIR,
-    end_cleanly_when_told,
-    module_environment,
-    results_dir,
-    write_text,
-)
+from kvpager_bench.places import PACKAGE_DIR, end_cleanly_when_told, module_environment
 from kvpager_bench.report import (
     ENVIRONMENT,
     NOT_APPLICABLE,
-    SCHEMA,
     Cell,
     Column,
     MissingNumberError,
     Report,
-    Verdict,
-    load_report,
     tokens_name,
 )
 
-__all__ = [
-    "DOCS_DIR",
-    "NOT_APPLICABLE",
-    "RESULTS_DIR",
-    "SCHEMA",
-    "SCRATCH_DIR",
-    "Cell",
-    "Column",
-    "MissingNumberError",
-    "NondeterministicSubjectError",
-    "Report",
-    "Subject",
-    "Timing",
-    "Verdict",
-    "load_report",
-    "results_dir",
-    "tokens_name",
-    "write_text",
-]
+__all__ = ["NOT_APPLICABLE", "Cell", "Column", "MissingNumberError", "Report", "tokens_name"]
 
 gc.freeze()  # what is imported stays, so that collections between runs need not look at it
 
@@ -114,6 +83,10 @@ class Timing:
     def spread(self) -> float:
         """(slowest - fastest) / median."""
         return (self.slowest - self.fastest) / self.median
+
+    def per(self, count: float) -> Timing:
+        """Of one of `count` things that each run did."""
+        return Timing(tuple(run / count for run in self.runs))
 
 
 def measure(
@@ -166,6 +139,13 @@ def interleave(
             if run >= warm_up:
                 seconds[name].append(elapsed)
     return {name: Timing(tuple(runs)) for name, runs in seconds.items()}
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result of one call that is not repeated."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def bytes_read() -> int:
@@ -240,16 +220,6 @@ def environment() -> dict[str, Any]:
     return record
 
 
-def native_digest() -> str:
-    """Digest of the extension and its package's sources, for which cached cells are valid."""
-    state = xxhash.xxh3_128()
-    package = Path(kvpager.__file__).parent
-    for path in [Path(str(_core.__file__)), *sorted(package.rglob("*.py"))]:
-        state.update(path.name.encode())
-        state.update(path.read_bytes())
-    return state.hexdigest()
-
-
 def cli(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has.
 
@@ -266,11 +236,9 @@ def cli(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def start(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sets the thread count and the folder of results, and records the environment."""
-    prepare(arguments.threads)
-    if arguments.results is not None:
-        os.environ[RESULTS_VARIABLE] = str(arguments.results.resolve())
+def start(threads: int) -> dict[str, Any]:
+    """Prepares the process, and records the environment."""
+    prepare(threads)
     return environment()
 
 
@@ -281,10 +249,9 @@ def prepare(threads: int) -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def report_name(name: str, arguments: argparse.Namespace) -> str:
+def report_name(name: str, *, quick: bool, full: bool) -> str:
     """A run of another size never overwrites the standard one's figures."""
-    suffix = "-quick" if arguments.quick else "-full" if arguments.full else ""
-    return name + suffix
+    return name + ("-quick" if quick else "-full" if full else "")
 
 
 def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,14 +268,6 @@ def run_worker(module: str, task: Mapping[str, Any]) -> dict[str, Any]:
         raise MissingNumberError(f"the worker for {dict(task)} failed (exit {done.returncode})")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
-
-
-def parse_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def parse_ints(text: str) -> list[int]:
-    return [int(part) for part in parse_list(text)]
 
 
 def _cpu_name() -> str:

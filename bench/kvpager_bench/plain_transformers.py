@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvpager.hf.cache_argument import handed
-from kvpager.progress import Progress, reporting
+from kvpager._model.seam.causal_lm import handed
+from kvpager._runtime.scheduling.agreement import Agreement
+from kvpager._support.tokens import TokenIds
 from kvpager.sampling import Sampling, log_probability
-from kvpager.scheduling.agreement import Agreement
-from kvpager.tokens import TokenIds
 from kvpager.verify.bits import Comparison, compare_bits
-from kvpager.verify.stock import plain_attention
+from kvpager.verify.relations.stock import plain_attention
 
 ATTENTION = "sdpa"
 LEAST_TOKENS = 8  # of a prompt, so that it has a beginning to keep and a suffix
@@ -36,70 +35,20 @@ def prefix_tokens(prompt_tokens: int, number: int) -> int:
     return prompt_tokens - (3 + 7 * number) % (prompt_tokens - 4) - 1
 
 
-@dataclass(frozen=True)
-class PeerRoute:
-    """One way through transformers, against one prefill of the same tokens.
-
-    Attributes:
-        name: "prefix reuse" or "one-token decode".
-        prompts: how many were tried.
-        forks: prompts whose text differs from what one prefill would have chosen.
-        tokens: of texts, compared.
-        comparison: of logits.
-        agreement: of the chosen tokens' log-probabilities, as far as both ways were given the same
-            tokens before: all decoded tokens, or those up to a fork after reuse.
-        first_forks: per prompt, the number of the first generated token that differs, or None.
-    """
-
-    name: str
-    prompts: int
-    forks: int
-    tokens: int
-    comparison: Comparison
-    agreement: Agreement
-    first_forks: tuple[int | None, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            **vars(self),
-            "comparison": self.comparison.to_json(),
-            "agreement": vars(self.agreement),
-            "first_forks": list(self.first_forks),
-        }
-
-
-@dataclass(frozen=True)
-class PeerReport:
-    """Both ways, with what the bits depend on."""
-
-    routes: tuple[PeerRoute, ...]
-    dtype: str
-    threads: int
-    new_tokens: int
-    attention: str = ATTENTION
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {**vars(self), "routes": [route.to_json() for route in self.routes]}
-
-
 def compare_with_transformers(
     model: Any,
     prompts: Sequence[TokenIds],
     *,
     new_tokens: int = 40,
     sampling: Sampling | None = None,
-    progress: Progress = None,
-) -> PeerReport:
-    """Runs every prompt through transformers both ways.
+) -> tuple[PeerRoute, PeerRoute]:
+    """Prefix reuse and one-token decode, by every prompt through transformers.
 
     Args:
         model: a transformers causal LM; its attention is sdpa meanwhile, then what it was.
         prompts: token ids [n] each, n >= 8.
         new_tokens: of the text that is looked at for forks, at least 2.
         sampling: how tokens are chosen, by the same seed on every way; None: greedily.
-        progress: True for a bar on stderr, or a callable (prompts done, prompts in all).
 
     Raises:
         ValueError: no prompts, one that is too short, or too few new tokens.
@@ -109,12 +58,8 @@ def compare_with_transformers(
     if new_tokens < 2:
         raise ValueError(f"new_tokens is {new_tokens}; the first comes from a prefill: give 2")
     sampling = sampling or Sampling()
-    reuse, decode = _Tally("prefix reuse"), _Tally("one-token decode")
-    with (
-        plain_attention(model, ATTENTION),
-        torch.inference_mode(),
-        reporting(progress, "transformers", len(prompts)) as report,
-    ):
+    reuse, decode = PeerRoute("prefix reuse"), PeerRoute("one-token decode")
+    with plain_attention(model, ATTENTION), torch.inference_mode():
         for number, prompt in enumerate(prompts):
             ids = torch.from_numpy(np.asarray(prompt, dtype=np.int64)).to(model.device)[None]
             once = _prefilled(model, ids)
@@ -132,13 +77,53 @@ def compare_with_transformers(
             place = f"prompt {number}: logits of decoded tokens"
             comparison = compare_bits(cold.logits[1:], together[1:], place)
             decode.add(cold, again, comparison, forced=True)
-            report(number + 1)
-    return PeerReport(
-        routes=(reuse.route(new_tokens), decode.route(new_tokens)),
-        dtype=str(model.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
-        new_tokens=new_tokens,
-    )
+    return reuse, decode
+
+
+@dataclass
+class PeerRoute:
+    """One way through transformers over all prompts, against one prefill of the same tokens.
+
+    comparison: of logits. first_forks: per prompt, the number of the first generated token that
+    differs, or None. agreement: of the chosen tokens' log-probabilities, as far as both ways were
+    given the same tokens before: all decoded tokens, or those up to a fork after reuse.
+    """
+
+    name: str
+    comparison: Comparison = field(default_factory=Comparison)
+    first_forks: list[int | None] = field(default_factory=list)
+    _expected: list[float] = field(default_factory=list)
+    _actual: list[float] = field(default_factory=list)
+
+    def add(
+        self, expected: _Text, actual: _Text, comparison: Comparison, *, forced: bool = False
+    ) -> None:
+        """Both ways of one prompt.
+
+        forced: each logit of `actual` was computed after the tokens of `expected`, so that those
+        after a fork compare too; and the first token comes from the same logits, so that it tells
+        nothing.
+        """
+        first = int(forced)
+        pairs = zip(expected.tokens[first:], actual.tokens[first:])
+        fork = next((i for i, (a, b) in enumerate(pairs, start=first) if a != b), None)
+        stop = len(expected.tokens) if forced or fork is None else fork + 1
+        chosen = expected.tokens[first:stop]
+        self._expected += _logprobs(expected.logits[first:stop], chosen)
+        self._actual += _logprobs(actual.logits[first:stop], chosen)
+        self.first_forks.append(fork)
+        self.comparison += comparison
+
+    @property
+    def forks(self) -> int:
+        """Prompts whose text differs from what one prefill would have chosen."""
+        return sum(fork is not None for fork in self.first_forks)
+
+    @property
+    def agreement(self) -> Agreement:
+        return Agreement.between(
+            np.array(self._expected, dtype=np.float32), np.array(self._actual, dtype=np.float32)
+        )
 
 
 @dataclass
@@ -155,49 +140,6 @@ class _Text:
 
     tokens: list[int]
     logits: torch.Tensor
-
-
-@dataclass
-class _Tally:
-    """Sums over prompts."""
-
-    name: str
-    comparison: Comparison = field(default_factory=Comparison)
-    first_forks: list[int | None] = field(default_factory=list)
-    expected: list[float] = field(default_factory=list)
-    actual: list[float] = field(default_factory=list)
-
-    def add(
-        self, expected: _Text, actual: _Text, comparison: Comparison, *, forced: bool = False
-    ) -> None:
-        """Both ways of one prompt.
-
-        forced: each logit of `actual` was computed after the tokens of `expected`, so that those
-        after a fork compare too; and the first token comes from the same logits, so that it tells
-        nothing.
-        """
-        first = int(forced)
-        pairs = zip(expected.tokens[first:], actual.tokens[first:])
-        fork = next((i for i, (a, b) in enumerate(pairs, start=first) if a != b), None)
-        stop = len(expected.tokens) if forced or fork is None else fork + 1
-        chosen = expected.tokens[first:stop]
-        self.expected += _logprobs(expected.logits[first:stop], chosen)
-        self.actual += _logprobs(actual.logits[first:stop], chosen)
-        self.first_forks.append(fork)
-        self.comparison += comparison
-
-    def route(self, new_tokens: int) -> PeerRoute:
-        return PeerRoute(
-            name=self.name,
-            prompts=len(self.first_forks),
-            forks=sum(fork is not None for fork in self.first_forks),
-            tokens=len(self.first_forks) * new_tokens,
-            comparison=self.comparison,
-            agreement=Agreement.between(
-                np.array(self.expected, dtype=np.float32), np.array(self.actual, dtype=np.float32)
-            ),
-            first_forks=tuple(self.first_forks),
-        )
 
 
 def _prefilled(model: Any, ids: torch.Tensor) -> _State:

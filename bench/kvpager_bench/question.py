@@ -17,7 +17,7 @@ class Question:
 
     asks: one line. minutes: of its standard size on two quiet cores. peers: which it measures too,
     as its table names them, without versions. reports: the files it writes, without size or
-    ending. in_suite: whether `make bench` asks it. needs: what it takes beside time. published: the
+    ending; by default one of its own name. in_suite: whether `make bench` asks it. published: the
     options with which what the documentation shows was measured.
     """
 
@@ -26,244 +26,201 @@ class Question:
     minutes: float
     peers: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
-    in_suite: bool = False
-    needs: str = ""
+    in_suite: bool = True
     published: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reports", self.reports or (self.name,))
 
-QUESTIONS = {
-    question.name: question
-    for question in (
-        Question(
-            "attention",
-            "how near attention comes to the machine's bandwidth and arithmetic",
-            3,
-            ("memory bandwidth", "torch SDPA"),
-            ("attention",),
-            in_suite=True,
-        ),
-        Question(
-            "selection",
-            "how fast chunks are scored and picked",
-            2,
-            ("memory bandwidth",),
-            ("selection",),
-            in_suite=True,
-        ),
-        Question(
-            "decode",
-            "what a token costs as the context grows, split into its parts",
-            5,
-            ("transformers", "llama.cpp"),
-            ("decode",),
-            in_suite=True,
-        ),
-        Question(
-            "linear",
-            "what linear layers cost with kvpager's own products, alone and in a whole model",
-            10,
-            ("torch", "memory bandwidth", "transformers", "llama.cpp"),
-            ("linear", "linear_model"),
-            needs="7 GB of memory",
-        ),
-        Question(
-            "codes",
-            "what keys and values in fewer bits save: time of attention, bytes",
-            0.3,
-            ("K/V in bfloat16", "memory bandwidth"),
-            ("codes",),
-            in_suite=True,
-        ),
-        Question(
-            "warm",
-            "how long a saved turn takes to answer again in a fresh process",
-            5,
-            ("transformers", "safetensors", "torch.save", "llama.cpp", "LMCache"),
-            ("warm", "warm_state"),
-            in_suite=True,
-        ),
-        Question(
-            "snapshot",
-            "how fast a session is saved, verified and restored; bytes read",
-            4,
-            ("memcpy", "dd", "safetensors", "torch.save"),
-            ("snapshot_save", "snapshot_read"),
-            in_suite=True,
-        ),
-        Question(
-            "paging",
-            "how fast chunks move between pool, host and disk",
-            0.5,
-            ("memcpy",),
-            ("paging", "paging_seal"),
-            in_suite=True,
-        ),
-        Question(
-            "bookkeeping",
-            "what a chunk operation costs beside moving its bytes",
-            0.5,
-            ("vLLM",),
-            ("bookkeeping",),
-            in_suite=True,
-        ),
-        Question(
-            "quality",
-            "what is found with a part of the cache",
-            3,
-            ("oracle", "sliding window", "kvpress"),
-            ("quality", "quality_formats", "quality_needles"),
-            in_suite=True,
-            published="--parts budgets,formats,needles",
-        ),
-        Question(
-            "overhead",
-            "what the engine adds to the bare forwards of the same model",
-            2,
-            ("bare forward", "transformers"),
-            ("overhead", "overhead_warm"),
-            in_suite=True,
-        ),
-        Question(
-            "dense_pool",
-            "what a small pool costs dense attention; bits compared",
-            1,
-            ("transformers",),
-            ("dense_pool",),
-            in_suite=True,
-        ),
-        Question(
-            "speculation",
-            "tokens per forward and per second with speculation; bits compared",
-            2,
-            ("plain decode", "the same without a draft"),
-            ("speculation",),
-            in_suite=True,
-        ),
-        Question(
-            "companions",
-            "what passes over a long prefix cost when a draft model's trims are refused",
-            4,
-            ("wiping both caches",),
-            ("companions", "companions_reset"),
-            in_suite=True,
-        ),
-        Question(
-            "hybrid",
-            "what recurrent layers cost a text that is cut: tokens, bytes; bits compared",
-            1,
-            ("a forward of one chunk", "least recently used"),
-            ("hybrid", "hybrid_cost", "hybrid_budget"),
-            in_suite=True,
-        ),
-        Question(
-            "segments",
-            "what repairing stitched documents is worth; first token over cached documents",
-            5,
-            ("full prefill", "prefix caching", "seam tail"),
-            ("segments", "segments_first_token"),
-            in_suite=True,
-            published="--prompts 200 --lengths 4096,16384",
-        ),
-        Question(
-            "plan",
-            "does the model on paper predict what was measured?",
-            0.5,
-            (),
-            ("plan",),
-            in_suite=True,
-        ),
-        Question(
-            "needles",
-            "which scorer finds the needles, on trained and on hard keys",
-            35,
-            ("full attention", "oracle", "sliding window"),
-            ("needles",),
-            needs="restartable",
-        ),
-        Question(
-            "exactness",
-            "what exactness is worth: forks and differing bits",
-            5,
-            ("transformers",),
-            ("exactness",),
-        ),
-        Question(
-            "exact_cost",
-            "what exactness costs: decode, prefill and start by M, dtype and mode",
-            6,
-            ("transformers",),
-            ("exact_cost",),
-        ),
-        Question(
-            "experts",
-            "a mixture of experts on a CPU: decode and prefill by how its experts run",
-            4,
-            ("transformers",),
-            ("experts",),
-        ),
-        Question(
-            "packing",
-            "tokens per second as sessions fill the rows, and beyond",
-            10,
-            ("transformers",),
-            ("packing",),
-        ),
-        Question(
-            "serving",
-            "tokens per second over HTTP, and what HTTP costs",
-            15,
-            ("transformers serve", "vLLM"),
-            ("serving", "serving_overhead", "serving_soak"),
-        ),
-        Question(
-            "residency",
-            "where the chunks of a conversation are, moment by moment",
-            0.5,
-            (),
-            ("residency",),
-            in_suite=True,
-        ),
-        Question(
-            "residency_traffic",
-            "bytes across a link by unit of residency",
-            4,
-            (),
-            ("residency_traffic",),
-        ),
-        Question(
-            "store",
-            "what a directory store shares; look-up and gc as it fills",
-            3,
-            (),
-            ("store_turns", "store_catalogue"),
-        ),
-        Question(
-            "save_beside",
-            "what a save costs the session that goes on decoding",
-            1,
-            (),
-            ("save_beside",),
-        ),
-    )
+
+_MEMORY, _STOCK, _LLAMA = "memory bandwidth", "transformers", "llama.cpp"
+_ALL = (
+    Question(
+        "attention",
+        "how near attention comes to the machine's bandwidth and arithmetic",
+        3,
+        (_MEMORY, "torch SDPA"),
+    ),
+    Question(
+        "decode",
+        "what a token costs as the context grows, split into its parts",
+        5,
+        (_STOCK, _LLAMA),
+    ),
+    Question(
+        "linear",
+        "what linear layers cost with kvpager's own products, alone and in a whole model",
+        10,
+        ("torch", _MEMORY, _STOCK, _LLAMA),
+        ("linear", "linear_model"),
+        in_suite=False,
+    ),
+    Question(
+        "codes",
+        "what keys and values in fewer bits save: time of attention, bytes",
+        0.3,
+        ("K/V in bfloat16", _MEMORY),
+    ),
+    Question(
+        "warm",
+        "how long a saved turn takes to answer again in a fresh process",
+        5,
+        (_STOCK, "safetensors", "torch.save", _LLAMA),
+    ),
+    Question(
+        "snapshot",
+        "how fast a session is saved, verified and restored; bytes read",
+        4,
+        ("memcpy", "safetensors", "torch.save"),
+        ("snapshot_save", "snapshot_read"),
+    ),
+    Question(
+        "store",
+        "what a store's calls and its server cost as it fills",
+        30,
+        ("the same with fewer snapshots",),
+        ("store", "store_server", "store_writers"),
+        in_suite=False,
+        published="--sizes 10,1000,100000",
+    ),
+    Question(
+        "object_store",
+        "what a store in a bucket reads and uploads, and what its calls cost as it fills",
+        15,
+        ("prefill", "the same with fewer snapshots"),
+        ("object_store_turns", "object_store_calls"),
+        in_suite=False,
+    ),
+    Question(
+        "chunk_store",
+        "what a store of other engines' blocks reads and writes, and what its check costs",
+        2,
+        ("pread", "write and fsync", "the same with fewer blocks"),
+        ("chunk_store", "chunk_store_puts", "chunk_store_calls"),
+        in_suite=False,
+    ),
+    Question(
+        "quality",
+        "what is found with a part of the cache",
+        3,
+        ("sliding window", "kvpress"),
+    ),
+    Question(
+        "formats",
+        "what K/V in fewer bits cost in the quality of a language model",
+        30,
+        ("K/V in the model's dtype",),
+        ("quality_formats",),
+        in_suite=False,
+    ),
+    Question(
+        "overhead",
+        "what the engine adds to the bare forwards of the same model",
+        2,
+        ("bare forward", _STOCK),
+    ),
+    Question(
+        "profile",
+        "where the time of prefill, decode, seal, page, save and restore goes",
+        1,
+        ("a copy in memory",),
+        ("profile", "profile_moving"),
+    ),
+    Question(
+        "speculation",
+        "tokens per forward and per second with speculation; bits compared",
+        2,
+        ("plain decode", "the same without a draft"),
+    ),
+    Question(
+        "segments",
+        "how soon the first token comes over cached documents in a new order",
+        2,
+        ("full prefill", "prefix caching"),
+        ("segments_first_token",),
+        published="--lengths 4096,16384",
+    ),
+    Question(
+        "exactness",
+        "what exactness is worth: forks and differing bits",
+        5,
+        (_STOCK,),
+        in_suite=False,
+    ),
+    Question(
+        "packing",
+        "tokens per second as sessions fill the rows, and beyond",
+        10,
+        (_STOCK,),
+        in_suite=False,
+    ),
+    Question(
+        "serving",
+        "tokens per second over HTTP, and what HTTP costs",
+        15,
+        ("transformers serve", "vLLM"),
+        ("serving", "serving_overhead", "serving_turns"),
+        in_suite=False,
+    ),
+    Question(
+        "training",
+        "whether a trainer has the rollout's log-probabilities, and what its policy learns",
+        10,
+        (_STOCK,),
+        ("training", "training_rewards"),
+        in_suite=False,
+    ),
+    Question(
+        "training_cost",
+        "what a training step with the rollout's bits costs",
+        5,
+        (_STOCK,),
+        in_suite=False,
+    ),
+    Question(
+        "replicas",
+        "what two servers of one store do for conversations, by routing; and when one fails",
+        15,
+        ("a store each",),
+        ("replicas_routing", "replicas_faults"),
+        in_suite=False,
+    ),
+    Question(
+        "simulation",
+        "what 4 to 64 replicas would do: a simulation with measured rates",
+        1,
+        in_suite=False,
+    ),
+)
+QUESTIONS = {question.name: question for question in _ALL}
+PROGRAMS = {"verify_all": "make verify-all"}  # reports of programs that are no questions
+# Reports of questions that are answered and asked no more, and what relies on them.
+SETTLED = {
+    "needles": "design/01",
+    "residency_traffic": "design/09",
+    "quality_needles": "kv_formats.md",
+    "segments": "design/13",
+    "companions": "companions.md",
+    "hybrid_cost": "companions.md",
+    "exact_cost": "exactness.md",
+    "experts": "design/04",
+    "warm_state": "README.md",
+    "residency": "how_to/pool_and_selection.md",
 }
-
-# Reports of programs that are no questions, and what runs those.
-PROGRAMS = {
-    "profile": "python -m kvpager_bench.profile",
-    "profile_moving": "python -m kvpager_bench.profile",
-    "verify_all": "make verify-all",
-}
+REPORTS = (*(name for question in _ALL for name in question.reports), *PROGRAMS, *SETTLED)
 
 
-def command_of(report: str) -> str:
-    """What measures a report, as it was measured for the documentation."""
-    for question in QUESTIONS.values():
+def origin_of(report: str, release: str) -> str:
+    """Markdown: the command that measures a report as it is published, or what a settled one is."""
+    for question in _ALL:
         if report in question.reports:
             options = f" -- {question.published}" if question.published else ""
-            return f"kvpager bench {question.name}{options}"
-    return PROGRAMS[report]
+            return f"`kvpager bench {question.name}{options}`"
+    if report in PROGRAMS:
+        return f"`{PROGRAMS[report]}`"
+    return f"release {release} (settled: {SETTLED[report]})"
 
 
 def suite() -> tuple[Question, ...]:
     """What `make bench` asks, in that order."""
-    return tuple(question for question in QUESTIONS.values() if question.in_suite)
+    return tuple(question for question in _ALL if question.in_suite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,7 +141,10 @@ class Skipped:
 
 @dataclass
 class Report:
-    """The table of one question. `name` is also that of its file."""
+    """The table of one question. `name` is also that of its file.
+
+    keep: called with every row that is added.
+    """
 
     name: str
     question: str
@@ -152,6 +155,9 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    keep: Callable[[Report, Mapping[str, Cell]], None] = field(
+        default=lambda report, row: None, compare=False, repr=False
+    )
 
     def add(self, **values: Cell) -> dict[str, Cell]:
         """Adds a row: exactly one value per column. Raises MissingNumberError otherwise."""
@@ -165,6 +171,7 @@ class Report:
             column.check(values[column.name], where)
         row = {name: values[name] for name in names}
         self.rows.append(row)
+        self.keep(self, row)
         return row
 
     def judge(self, claim: str, holds: bool, evidence: str) -> None:
@@ -173,12 +180,12 @@ class Report:
     def compare(
         self,
         figure: str,
-        *,
         ours: float,
         theirs: float,
         peer: str,
         unit: str,
-        aim: float | None,
+        aim: float | None = None,
+        *,
         lower_is_better: bool = False,
         digits: int = 3,
     ) -> Comparison:
@@ -244,7 +251,7 @@ class Report:
 
     def markdown(self) -> str:
         return markdown_table(
-            self.columns, [[_printed(row[c.name], c) for c in self.columns] for row in self.rows]
+            self.columns, [[printed(row[c.name], c) for c in self.columns] for row in self.rows]
         )
 
     def print(self) -> None:
@@ -390,5 +397,6 @@ def significant(value: float, digits: int) -> str:
     return f"{value:.{max(0, digits - 1 - magnitude)}f}"
 
 
-def _printed(value: Cell, column: Column) -> str:
+def printed(value: Cell, column: Column) -> str:
+    """A cell as tables show it."""
     return significant(value, column.digits) if isinstance(value, float) else str(value)

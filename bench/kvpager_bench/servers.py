@@ -23,7 +23,6 @@ from kvpager_bench.peers import environments
 KVPAGER, TRANSFORMERS, VLLM = "kvpager", "transformers serve", "vLLM"
 _START_SECONDS = 240.0
 _REQUEST_SECONDS = 600.0
-_processes: dict[str, int] = {}  # by address
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Load:
         seconds: of all.
         first: seconds to each answer's first token.
         between: seconds between tokens.
-        errors: by what they were; those the client asked for (`bad`) are not among them.
+        errors: by what they were.
     """
 
     answers: int = 0
@@ -45,8 +44,6 @@ class Load:
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
-    refused: int = 0
-    left: int = 0
 
     def error(self, what: str) -> None:
         self.errors[what] = self.errors.get(what, 0) + 1
@@ -81,43 +78,81 @@ def command_of(
     return [*program, "--port", str(port), *options], variables
 
 
+class Server:
+    """A server's process, which may be ended and started again at the same address.
+
+    Args:
+        options: further ones of its command.
+        variables: further ones of its environment.
+
+    Raises ServerError where it does not start, and PeerError where it is not installed.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        model: Path,
+        threads: int,
+        log: Path,
+        options: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command, own = command_of(server, model, port, threads)
+        self.url = f"http://127.0.0.1:{port}"
+        self._command, self._log = [*command, *options], log
+        self._variables = {**own, **(variables or {})}
+        log.write_text("", encoding="utf-8")
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process and waits until it answers."""
+        with self._log.open("a", encoding="utf-8") as out:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,
+            )
+        try:
+            _await_health(self._process, self.url, self._log)
+        except BaseException:
+            self.kill()
+            raise
+
+    def processor_seconds(self) -> dict[str, float]:
+        """Processor time of each of its threads so far. Linux."""
+        found = {}
+        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        return found
+
+    def end(self) -> None:
+        """Asks the process to end (SIGTERM), and waits until it has."""
+        self._process.terminate()
+        self._process.wait(_START_SECONDS)
+
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 @contextlib.contextmanager
 def running(
     server: str, model: Path, threads: int, log: Path, options: Sequence[str] = ()
-) -> Iterator[str]:
-    """The address of a server that answers. options: further ones of its command.
-
-    Raises ServerError, and PeerError where it is not installed.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command, variables = command_of(server, model, port, threads)
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            [*command, *options],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=dict(variables),
-            start_new_session=True,
-        )
-        _processes[url] = process.pid
-        try:
-            _await_health(process, url, log)
-            yield url
-        finally:
-            del _processes[url]
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def resident_mib(url: str) -> float:
-    """Memory of a server of this process, in MiB."""
-    status = Path(f"/proc/{_processes[url]}/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) / 1024
+) -> Iterator[Server]:
+    """A server that answers; it is killed in the end."""
+    process = Server(server, model, threads, log, options)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -155,16 +190,8 @@ async def _send(
     return load
 
 
-async def ask(
-    client: httpx.AsyncClient,
-    load: Load,
-    model: str,
-    prompt: str,
-    *,
-    leave_after: int | None = None,
-    **body: Any,
-) -> None:
-    """Streams one chat completion. leave_after: pieces after which the client goes away."""
+async def ask(client: httpx.AsyncClient, load: Load, model: str, prompt: str, **body: Any) -> None:
+    """Streams one chat completion."""
     values = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -195,9 +222,6 @@ async def ask(
                 now = time.perf_counter()
                 (load.between if pieces else load.first).append(now - (last if pieces else begun))
                 last, pieces = now, pieces + 1
-                if pieces == leave_after:
-                    load.left += 1
-                    return
     except httpx.HTTPError as error:
         load.error(type(error).__name__)
         return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from kvpager import Layout, Pager, PagerConfig, TopK, _core
-from kvpager.pager import ROW_COMMIT, ROW_PADDING, Sequence
+from kvpager.pager import ROW_COMMIT, ROW_PADDING, Sequence, SnapshotInfo
+from kvpager.stores import FileStore
 from kvpager_bench import file_peers, harness, subjects
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
 from kvpager_bench.harness import Subject
@@ -26,6 +27,7 @@ Q_HEADS_PER_KV = 2
 TAIL_TOKENS = 32  # of a context that are not sealed, so that a tail is frozen, saved and restored
 LARGE_BYTES = 1 << 30  # files from here on are measured LARGE_RUNS times
 LARGE_RUNS = 3
+KEY = bytes(32)  # of the encrypted copy
 COUNTER_BYTES = 4096  # that reading the system's counters adds to them
 
 
@@ -97,33 +99,21 @@ def work_save(task: dict[str, Any]) -> dict[str, Any]:
         # The peers' bytes are the file's own, their tensors its payload.
         data = np.fromfile(snapshot.path, dtype=np.uint8)
         tensors = _payload_tensors(snapshot.layout, data, report.chunks)
-        seconds = harness.interleave(
-            {
-                "save": Subject(
-                    lambda: sequence.save(snapshot.path),
-                    lambda: file_peers.remove(snapshot.path),
-                ),
-                "write_fsync": Subject(
-                    lambda: file_peers.write_synced(snapshot.plain, data),
-                    lambda: file_peers.remove(snapshot.plain),
-                ),
-                "reserved": Subject(
-                    lambda: file_peers.write_reserved(snapshot.plain, data),
-                    lambda: file_peers.remove(snapshot.plain),
-                ),
-                "atomic": Subject(
-                    lambda: file_peers.write_atomic(snapshot.plain, data),
-                    lambda: file_peers.remove(snapshot.plain),
-                ),
-                "memcpy": Subject(file_peers.Copy(data)),
-                **{
-                    how: _save_peer(tensors, snapshot.tensor_file(how), how) for how in TENSOR_FILES
-                },
-                **_dd_peer(snapshot),
-            },
-            runs=runs,
-        )
-    file_peers.remove(snapshot.plain)
+        plain = {
+            "write_fsync": file_peers.write_synced,
+            "reserved": file_peers.write_reserved,
+        }
+        turns = {
+            "save": fresh(snapshot.path, lambda: sequence.save(snapshot.path)),
+            "memcpy": Subject(file_peers.Copy(data)),
+        }
+        for name, write in plain.items():
+            turns[name] = fresh(snapshot.plain, partial(write, snapshot.plain, data))
+        for how in TENSOR_FILES:
+            file = snapshot.tensor_file(how)
+            turns[how] = fresh(file, partial(file_peers.save_tensors_synced, tensors, file, how))
+        seconds = harness.interleave(turns, runs=runs)
+    snapshot.plain.unlink()
     return {
         "file_bytes": report.bytes_written,
         "tensor_bytes": sum(tensor.nbytes for tensor in tensors.values()),
@@ -143,31 +133,17 @@ def _payload_tensors(
     return {f"{'kv'[i % 2]}{i // 2}": part for i, part in enumerate(parts)}
 
 
-def _save_peer(tensors: dict[str, torch.Tensor], path: Path, how: str) -> Subject:
-    return Subject(
-        partial(file_peers.save_tensors_synced, tensors, path, how),
-        partial(file_peers.remove, path),
-    )
-
-
-def _dd_peer(snapshot: Snapshot) -> dict[str, Subject]:
-    if not file_peers.has_dd():
-        return {}
-    source = snapshot.folder / "source"
-    shutil.copyfile(snapshot.path, source)
-
-    def before() -> None:
-        file_peers.remove(snapshot.plain)
-        file_peers.prepare(source, "cached")
-
-    return {"dd": Subject(lambda: file_peers.dd(source, snapshot.plain), before)}
+def fresh(path: Path, call: Callable[[], object]) -> Subject:
+    """Of a file that is not there before a run: overwriting is another thing."""
+    return Subject(call, partial(path.unlink, missing_ok=True))
 
 
 class Restore:
     """Open, restore and a first forward in a new pager, timed and counted apart."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, path: Path) -> None:
         self.snapshot = snapshot
+        self.path = path
         self.restore_s: list[float] = []
         self.forward_s: list[float] = []
         self.restore_bytes: set[int] = set()
@@ -175,12 +151,12 @@ class Restore:
         self.counted_bytes: set[int] = set()
 
     def __call__(self, state: str) -> None:
-        path = self.snapshot.path
+        path = self.path
         file_peers.prepare(path, state)
         with closing(self.snapshot.pager(holds=0)) as pager:
             at_start = harness.bytes_read()
             start = time.perf_counter()
-            opened = pager.open_snapshot(path)
+            opened = SnapshotInfo.of(FileStore(key=KEY).open(str(path)))
             sequence = pager.restore(opened)
             restored = time.perf_counter()
             after_restore = harness.bytes_read()
@@ -228,6 +204,11 @@ def work_read(task: dict[str, Any]) -> dict[str, Any]:
     runs = runs_of(task, file_bytes)
     answer: dict[str, Any] = {}
     copy = file_peers.Copy(np.fromfile(path, dtype=np.uint8))
+    encrypted = snapshot.folder / "encrypted.kvsnap"
+    plain = FileStore().open(str(path))
+    FileStore(key=KEY).save(
+        str(encrypted), plain, fingerprint=plain.fingerprint, session=plain.session
+    )
     for state in FILE_STATES:
         subjects_of_state = {
             "verify": Subject(
@@ -237,6 +218,10 @@ def work_read(task: dict[str, Any]) -> dict[str, Any]:
                 lambda: file_peers.read_file(path), partial(file_peers.prepare, path, state)
             ),
             "memcpy": Subject(copy),
+            "verify_encrypted": Subject(
+                lambda: _verify(encrypted, snapshot.threads),
+                partial(file_peers.prepare, encrypted, state),
+            ),
         }
         for how in TENSOR_FILES:
             file = snapshot.tensor_file(how)
@@ -244,21 +229,24 @@ def work_read(task: dict[str, Any]) -> dict[str, Any]:
                 partial(file_peers.load_tensors_whole, file, how),
                 partial(file_peers.prepare, file, state),
             )
-        restore = Restore(snapshot)
-        restore(state)
-        restore = Restore(snapshot)  # what came before was the warm-up
-        subjects_of_state["restore"] = Subject(partial(restore, state))
+        restores = {}
+        for name, file in (("restore", path), ("restore_encrypted", encrypted)):
+            Restore(snapshot, file)(state)  # a warm-up
+            restores[name] = Restore(snapshot, file)
+            subjects_of_state[name] = Subject(partial(restores[name], state))
         seconds = harness.interleave(subjects_of_state, runs=runs)
-        del seconds["restore"]  # it prepares, and times its own parts
+        for name in restores:
+            del seconds[name]  # it prepares, and times its own parts
         answer[state] = {
             **{name: timing.runs for name, timing in seconds.items()},
-            **restore.to_json(),
+            **restores["restore"].to_json(),
+            "encrypted": restores["restore_encrypted"].to_json(),
         }
     return {"file_bytes": file_bytes, "bound": bytes_bound(snapshot, file_bytes), **answer}
 
 
 def _verify(path: Path, threads: int) -> None:
-    damage = _core.SnapshotReader.open(str(path)).verify(threads)
+    damage = FileStore(key=KEY).open(str(path)).verify(threads)
     if damage:
         raise harness.MissingNumberError(f"{path.name} is damaged: {damage[0]}")
 

@@ -13,15 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from kvpager import Engine, Layout
-from kvpager.execution.recordings import WORTH
-from kvpager.hf.cache_argument import handed
-from kvpager.needles import Document, NeedleTask, shipped_model_path
+from kvpager._model.seam.causal_lm import handed
+from kvpager._runtime.execution.recordings import WORTH
+from kvpager.cli.needles import Document, NeedleTask, shipped_model_path
 from kvpager.pager import READ_DTYPES, Sequence
-from kvpager_bench import file_peers, two_hop
+from kvpager_bench import file_peers
 
 SHIPPED = "shipped"
 PLAIN = "plain"  # trained like the shipped one, but for the term that makes its keys easy
-TWO_HOP = "two-hop"  # trained on `kvpager_bench.two_hop`
 SHAPES = (SHIPPED, "gqa8-fp32", "gqa8-bf16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _QWEN3: Mapping[str, Mapping[str, Any]] = {
@@ -68,19 +67,16 @@ LAYOUTS = {
 def load_model(shape: str, *, layers: int = 8) -> Any:
     """A model in eval mode.
 
-    "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "shipped-bf16" the same
-    weights rounded; "plain" its sibling whose keys were not made easy to select by, which only a
-    checkout has. "two-hop" is the trained tiny model of `two_hop.py`, fp32. "gqa8-*" has the
-    shape of eight layers of a Qwen3 model of hidden size 1024: 16 query and 8 kv heads of 128 and
-    random weights; what it computes is meaningless, what it costs is not. "0.6b-*" has that of
+    "shipped" is the trained tiny retriever, fp32, K/V of 2 KiB per token; "shipped-bf16" computes
+    in bfloat16; "plain" is its sibling whose keys were not made easy to select by, which only a
+    checkout has. "gqa8-*" has the shape of eight layers of a Qwen3 model of hidden size 1024: 16
+    query and 8 kv heads of 128 and random weights; what it computes is meaningless, what it costs
+    is not. "0.6b-*" has that of
     Qwen3-0.6B, all layers and the whole vocabulary, likewise, and its weights are bfloat16's, as
     those of its checkpoint are, whatever their dtype. "untied-*" is a small one with a head of its
     own and larger weights, whose text does not fall into repeating itself.
     layers: of "gqa8-*", to have less of it.
     """
-    if shape == TWO_HOP:
-        two: Any = AutoModelForCausalLM.from_pretrained(two_hop.shipped_model_path())
-        return two.eval()
     name, _, dtype = shape.partition("-")
     if name in (SHIPPED, PLAIN) and dtype in ("", *DTYPES):
         path = shipped_model_path("tiny-retriever" if name == SHIPPED else "tiny-retriever-plain")
@@ -109,6 +105,13 @@ def head_dim(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
+
+
+def token_bytes(model: Any) -> int:
+    """K/V of one token in the model's own dtype, all layers."""
+    config = model.config
+    heads = config.num_key_value_heads * head_dim(config)
+    return int(2 * config.num_hidden_layers * heads * model.dtype.itemsize)
 
 
 def beside(model: Any) -> Any:
@@ -188,7 +191,7 @@ def stock_prefill(
 ) -> tuple[DynamicCache, torch.Tensor]:
     """The cache of `ids` and the logits [vocab] after them; in one forward, or in steps."""
     cache = DynamicCache(config=model.config)
-    tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
+    tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(model.device)[None]
     for part in torch.split(tokens, step or tokens.shape[1], dim=1):
         logits = model(input_ids=part, logits_to_keep=1, **handed(model, cache)).logits
     return cache, logits[0, -1]
@@ -197,7 +200,7 @@ def stock_prefill(
 @torch.inference_mode()
 def stock_step(model: Any, cache: DynamicCache, ids: list[int]) -> torch.Tensor:
     """Logits [vocab] after `ids`, which join the cache."""
-    tokens = torch.tensor([ids])
+    tokens = torch.tensor([ids], device=model.device)
     output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
     logits: torch.Tensor = output.logits[0, -1]
     return logits

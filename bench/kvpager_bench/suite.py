@@ -7,7 +7,6 @@ question with all its processes; reports of the others stay. Nothing here import
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpager_bench.places import module_environment, write_text
-from kvpager_bench.question import PACKAGE, Question, suite
+from kvpager_bench.places import module_environment
+from kvpager_bench.question import PACKAGE, Question
 from kvpager_bench.report import Comparison, MissingNumberError, Report, load_report
 
 QUICK, STANDARD, FULL = "quick", "standard", "full"
 SUFFIXES = {QUICK: "-quick", STANDARD: "", FULL: "-full"}
 LOGS = "logs"  # below the folder of results
-SUITE_FILE = "suite.json"  # there, of the last whole suite of the standard size
 _TICK_S = 0.2
 _PATIENCE_S = 5.0  # between asking a question to end and making it
 _LEAST_LIMIT_S = 600.0
@@ -173,22 +171,7 @@ def ask_all(plan: Plan, watcher: Watcher) -> Summary:
     except KeyboardInterrupt:
         summary.interrupted = True
     summary.seconds = time.monotonic() - start
-    _keep(summary)
     return summary
-
-
-def _keep(summary: Summary) -> None:
-    """Writes what a whole suite of the standard size took; nothing of any other run."""
-    plan = summary.plan
-    if plan.size != STANDARD or plan.questions != suite() or summary.interrupted:
-        return
-    taken = {outcome.question.name: round(outcome.seconds, 1) for outcome in summary.outcomes}
-    record = {
-        "seconds": round(summary.seconds, 1),
-        "questions": taken,
-        "failed": [outcome.question.name for outcome in summary.failed],
-    }
-    write_text(plan.results / SUITE_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def ask(plan: Plan, question: Question, watcher: Watcher) -> Outcome:

@@ -13,11 +13,9 @@ lacks a number is an error.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvpager_bench import places
 from kvpager_bench.benchmarks_page import Links, benchmarks_text
@@ -25,11 +23,8 @@ from kvpager_bench.downloads import write_downloads
 from kvpager_bench.pages import kv_formats_text, replace_between, segments_text
 from kvpager_bench.pictures.gallery import draw_all
 from kvpager_bench.places import write_text
-from kvpager_bench.question import PROGRAMS, QUESTIONS
+from kvpager_bench.question import REPORTS
 from kvpager_bench.report import MissingNumberError, Report, load_report
-from kvpager_bench.suite import SUITE_FILE
-
-ORDER = (*(name for question in QUESTIONS.values() for name in question.reports), *PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,6 @@ class Written:
     files: tuple[Path, ...]
     missing: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "command": "bench tables",
-            "files": [str(path) for path in self.files],
-            "missing": list(self.missing),
-        }
-
 
 def write_all(source: Path, suffix: str) -> Written:
     """Of the results in `source` with names that end in `suffix`.
@@ -54,9 +42,8 @@ def write_all(source: Path, suffix: str) -> Written:
     """
     kept = source == places.RESULTS_DIR.resolve() and not suffix
     reports = load_all(source, suffix)
-    seconds = suite_seconds(source)
     if kept:
-        pages = checkout_pages(reports, seconds)
+        pages = checkout_pages(reports)
         files = render(reports, places.DOCS_DIR, suffix)
         for path, text in pages.items():
             replace_between(path, text)
@@ -65,28 +52,28 @@ def write_all(source: Path, suffix: str) -> Written:
         folder = source / f"tables{suffix}"
         files = render(reports, folder, suffix)
         page = folder / f"benchmarks{suffix}.md"
-        write_text(page, f"# Results\n\n{benchmarks_text(reports, Links('', suffix), seconds)}\n")
+        write_text(page, f"# Results\n\n{benchmarks_text(reports, Links('', suffix))}\n")
         files.append(page)
-    return Written(tuple(files), tuple(name for name in ORDER if name not in reports))
+    return Written(tuple(files), tuple(name for name in REPORTS if name not in reports))
 
 
 def load_all(source: Path, suffix: str) -> dict[str, Report]:
-    """The reports that are there by name, in the order of ORDER.
+    """The reports that are there by name, in the order of REPORTS.
 
     Raises MissingNumberError where there are none.
     """
-    paths = {name: source / f"{name}{suffix}.json" for name in ORDER}
+    paths = {name: source / f"{name}{suffix}.json" for name in REPORTS}
     reports = {name: load_report(path) for name, path in paths.items() if path.is_file()}
     if not reports:
         raise MissingNumberError(f"no results in {source.name}/: run the benchmarks first")
     return reports
 
 
-def checkout_pages(reports: Mapping[str, Report], seconds: float | None) -> dict[Path, str]:
+def checkout_pages(reports: Mapping[str, Report]) -> dict[Path, str]:
     """What stands between the markers of this checkout's pages, by page."""
     docs = places.CHECKOUT / "docs"
     told = {
-        docs / "benchmarks.md": benchmarks_text(reports, Links(), seconds),
+        docs / "benchmarks.md": benchmarks_text(reports, Links()),
         docs / "segments.md": segments_text(reports),
         docs / "kv_formats.md": kv_formats_text(reports),
     }
@@ -98,11 +85,3 @@ def render(reports: Mapping[str, Report], folder: Path, suffix: str) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     names = [*draw_all(reports, folder, suffix), *write_downloads(reports, folder, suffix)]
     return [folder / name for name in names]
-
-
-def suite_seconds(source: Path) -> float | None:
-    """What the last whole suite took, if there was one."""
-    path = source / SUITE_FILE
-    if not path.is_file():
-        return None
-    return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])

@@ -16,16 +16,14 @@ _PROCESS_START = time.perf_counter()
 
 import argparse  # the clock starts before the imports it times
 import json
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvpager import Engine, Layout, Pager, PagerConfig, TopK
-from kvpager_bench import file_peers, harness, subjects
+from kvpager import Engine, PagerConfig, TopK
+from kvpager_bench import harness, subjects
 from kvpager_bench.file_peers import TENSOR_FILES
 from kvpager_bench.peers import llama
 
@@ -33,7 +31,6 @@ POOL_TOKENS = 2048
 CHUNKS = 32
 NEEDLES = 16
 QUIET = 512
-SLACK_TOKENS = 128  # of a pool that holds just one state: what a pager keeps free for itself
 
 
 class Turn:
@@ -139,93 +136,11 @@ def work_stock_reload(task: dict[str, Any]) -> dict[str, Any]:
     return {"first_token_s": time.perf_counter() - start, "token": token}
 
 
-def work_state(task: dict[str, Any]) -> dict[str, Any]:
-    """The whole of a state into the pool, every byte verified, beside reading its file.
-
-    The pool's memory is there already, as it is for a peer that clears its cache when it makes it.
-    K/V are random; runs: how often; state: of the file, as in `file_peers.prepare`.
-    """
-    torch.set_num_threads(task["threads"])
-    model = subjects.load_model(task["shape"], layers=task["layers"])
-    layout = _layout(model)
-    path = Path(task["path"])
-    answer: dict[str, Any] = {
-        "payload_bytes": task["context"] * layout.token_bytes,
-        "llama_shape": llama.shape_of(model),
-    }
-    with closing(_whole_pager(layout, task)) as pager:
-        with closing(pager.sequence()) as sequence:
-            subjects.inject(sequence, layout, task["context"], provenance="exact")
-            answer["file_bytes"] = sequence.save(path).bytes_written
-        for state in task["states"]:
-            rates = []
-            for run in range(task["runs"] + 1):
-                # What stays in the pool of a state that was restored would not be read again.
-                with closing(pager.sequence()) as other:
-                    subjects.inject(other, layout, task["context"], seed=1 + run)
-                file_peers.prepare(path, state)
-                rates.append(_restore_whole(pager, path, answer["payload_bytes"]))
-            read = harness.measure(
-                partial(_read_into, path, memoryview(bytearray(answer["file_bytes"]))),
-                runs=task["runs"],
-                before=partial(file_peers.prepare, path, state),
-            )
-            answer[state] = {"rates": rates[1:], "read_s": read.runs}
-    return answer
-
-
-def _read_into(path: Path, memory: memoryview) -> None:
-    """In large plain reads, to where all of it stays, as a state has to; warm-up touches it."""
-    with path.open("rb", buffering=0) as file:
-        position = 0
-        while count := file.readinto(memory[position : position + file_peers.READ_BLOCK]):
-            position += count
-
-
-def _restore_whole(pager: Pager, path: Path, payload_bytes: int) -> float:
-    """Bytes per second at which a state comes into the pool."""
-    start = time.perf_counter()
-    opened = pager.open_snapshot(path)
-    with closing(pager.restore(opened)) as sequence, sequence.pin(0, sequence.length):
-        elapsed = time.perf_counter() - start
-    read: int = opened.reader.payload_bytes_read
-    if read < 0.9 * payload_bytes:
-        raise harness.NondeterministicSubjectError(
-            f"{read} bytes of a state of {payload_bytes} were read; the rest was in the pool"
-        )
-    return read / elapsed
-
-
-def _layout(model: Any) -> Layout:
-    """Of a model's K/V."""
-    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
-    return Layout(
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        k_dim=config.head_dim,
-        v_dim=config.head_dim,
-        k_dtype=dtype,
-        v_dtype=dtype,
-    )
-
-
-def _whole_pager(layout: Layout, task: dict[str, Any]) -> Pager:
-    """With a pool that holds the whole context, and room for nothing else."""
-    config = PagerConfig(
-        pool_tokens=task["context"] + SLACK_TOKENS,
-        selection=TopK(chunks=CHUNKS),
-        host_bytes=0,
-        summary_bytes=task["context"] * layout.token_bytes,
-    )
-    return Pager(layout, config, rows=64, fingerprint={"subject": "bench"}, threads=task["threads"])
-
-
 WORKERS = {
     "cold": work_cold,
     "warm": work_warm,
     "stock_cold": work_stock_cold,
     "stock_reload": work_stock_reload,
-    "state": work_state,
 }
 
 

@@ -10,8 +10,8 @@ import torch
 
 from architecture_table.build import NotBuiltError, build
 from kvpager import PagerConfig, PagerError
-from kvpager.hf.recurrent import is_recurrent
-from kvpager.hf.support import has_experts
+from kvpager._model.seam.recurrent import is_recurrent
+from kvpager._model.seam.support import has_experts
 from kvpager.verify import Subject, relation, verify
 from kvpager.verify.check import NOT_RUN
 

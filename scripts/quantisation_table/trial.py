@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import kvpager
+from kvpager._model.weights.digests import weights_digest
+from kvpager._model.weights.held import held_by, is_quantised
 from kvpager.errors import UnsupportedModelError
-from kvpager.held import held_by, is_quantised
-from kvpager.weights import weights_digest
 from quantisation_table.cases import CASES, Case
 
 PROMPT = [*range(3, 152)]

@@ -29,6 +29,8 @@ from kvpager_bench.gpu.profiles import profiles
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import FULL, REHEARSAL
 from kvpager_bench.gpu.subjects import WrongResultError
+from kvpager_bench.places import write_text
+from kvpager_bench.report import SCHEMA
 
 SECTIONS = {
     "facts": facts,
@@ -49,7 +51,6 @@ BUDGETS = {
     "decode": 300,
     "profiles": 200,
     "restore": 150,
-    "dense_pool": 60,
 }
 JUDGED_BY_CEILINGS = ("paging", "attention", "selection", "linear")
 NOT_FOR_RESULTS = "a rehearsal on the shim: these numbers mean nothing"
@@ -64,7 +65,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the shim")
     parser.add_argument("--device", default="cuda", help='"cuda" or "cuda:N"')
     parser.add_argument("--threads", type=int, default=harness.DEFAULT_THREADS, help="of torch")
-    parser.set_defaults(results=None)
     return parser.parse_args(arguments)
 
 
@@ -86,7 +86,7 @@ def with_ceilings(wanted: list[str]) -> list[str]:
 
 def result(run: Run, wanted: list[str]) -> dict[str, Any]:
     return {
-        "schema": harness.SCHEMA,
+        "schema": SCHEMA,
         "rehearsal": run.machine.rehearsal,
         **({"warning": NOT_FOR_RESULTS} if run.machine.rehearsal else {}),
         **run.to_json(),
@@ -96,14 +96,14 @@ def result(run: Run, wanted: list[str]) -> dict[str, Any]:
 
 def write(run: Run, wanted: list[str], path: Path) -> None:
     text = json.dumps(result(run, wanted), indent=1, allow_nan=False)
-    harness.write_text(path, text + "\n")
+    write_text(path, text + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0 if every section ran; gates that do not hold are said and are no failure of the run."""
     options = parse(arguments)
     start = time.monotonic()
-    environment = harness.start(options)
+    environment = harness.start(options.threads)
     try:
         machine = RehearsalMachine() if options.rehearse else CudaMachine(options.device)
     except DeviceError as error:

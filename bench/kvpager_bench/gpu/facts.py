@@ -7,8 +7,8 @@ import time
 
 import torch
 
+from kvpager._model.weights.numerics import describe_cuda
 from kvpager.errors import PagerError
-from kvpager.numerics import describe_cuda
 from kvpager.pager import Pager
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import GIB

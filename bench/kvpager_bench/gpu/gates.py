@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from kvpager_bench.gpu.model_sections import topk_name
 from kvpager_bench.gpu.products import LAYER
 from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
-from kvpager_bench.harness import MissingNumberError
 
 LEAST, MOST = "at least", "at most"
-Figure = Callable[[Run], float]
+Figure = Callable[[Run, str], float]  # of a run and a section
+Size = Callable[[Sizes], int]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Gate:
 
     def judge(self, run: Run) -> Judged:
         try:
-            value = self.figure(run)
+            value = self.figure(run, self.section)
         except Exception as error:
             return Judged(self, None, False, f"not measured: {error}")
         return Judged(self, value, self._holds(value), "")
@@ -88,158 +89,134 @@ class Judged:
         return "holds" if self.holds else "FAILS"
 
 
-def _promotion(which: int) -> Figure:
-    return lambda run: run.number(
-        "paging", "eta", what="promote", chunks=run.sizes.paged_chunks[which]
-    )
+def _at(column: str, **match: Any) -> Figure:
+    """The number of one row. A callable among `match` is asked for its value by the run's sizes."""
+
+    def figure(run: Run, section: str) -> float:
+        values = {k: v(run.sizes) if callable(v) else v for k, v in match.items()}
+        return run.number(section, column, **values)
+
+    return figure
 
 
-def _duplex(run: Run) -> float:
-    return run.number("paging", "ratio", what="duplex: both")
+def _evicted_bytes(run: Run, section: str) -> float:
+    return sum(run.number(section, f"bytes_{way}", what="evict, clean") for way in ("up", "down"))
 
 
-def _evicted_bytes(run: Run) -> float:
-    moved = (run.number("paging", f"bytes_{way}", what="evict, clean") for way in ("up", "down"))
-    return sum(moved)
-
-
-def _read_in_place(run: Run) -> float:
-    return run.number("paging", "rate_gbs", what="read in place")
-
-
-def _staged_in_waves(run: Run) -> float:
-    return run.number("paging", "eta", what="stage in waves")
-
-
-def _decode_attention(column: str, context: Callable[[Sizes], int]) -> Figure:
-    return lambda run: run.number(
-        "attention", column, what="decode", sequences=1, context=context(run.sizes)
-    )
-
-
-def _worst_prefill(run: Run) -> float:
+def _worst_prefill(run: Run, section: str) -> float:
     """Of all cells, each of which has to be there."""
     return min(
-        run.number("attention", "over_flash", what="prefill", rows=rows, context=context)
+        run.number(section, "over_flash", what="prefill", rows=rows, context=context)
         for rows in run.sizes.prefill_rows
         for context in run.sizes.contexts
     )
 
 
-def _prefill_rate(run: Run) -> float:
-    rows, context = run.sizes.prefill_rows[-1], run.sizes.middle
-    return run.number("attention", "tflops", what="prefill", rows=rows, context=context)
-
-
-def _chosen(column: str, chunks: Callable[[Sizes], int]) -> Figure:
-    return lambda run: run.number("selection", column, chunks=chunks(run.sizes))
-
-
-def _layer(column: str, which: int) -> Figure:
-    return lambda run: run.number("linear", column, what=LAYER, rows=run.sizes.product_rows[which])
-
-
-def _row_start(run: Run) -> float:
-    return run.number("rows", "start_s", rows=run.sizes.rows[-1])
-
-
-def _step_ms(run: Run, context: int) -> float:
-    return run.number("decode", "step_ms", selection=topk_name(run), context=context)
-
-
-def _step(context: Callable[[Sizes], int]) -> Figure:
-    return lambda run: _step_ms(run, context(run.sizes))
-
-
-def _over_graphed(run: Run) -> float:
-    context = run.sizes.near_contexts[0]
-    return run.number("decode", "over_graphed", selection=topk_name(run), context=context)
-
-
-def _flatness(run: Run) -> float:
+def _flatness(run: Run, section: str) -> float:
     """The slowest step over the fastest, each context measured."""
     contexts = (*run.sizes.near_contexts, run.sizes.far_context)
-    steps = [_step_ms(run, context) for context in contexts]
+    chosen = topk_name(run.sizes)
+    steps = [run.number(section, "step_ms", selection=chosen, context=c) for c in contexts]
     return max(steps) / min(steps)
 
 
-def _profiled(column: str, what: Callable[[Run], str]) -> Figure:
-    return lambda run: run.number("profiles", column, what=what(run))
-
-
-def _dense_layer(run: Run) -> str:
-    del run
-    return "one layer, dense"
-
-
-def _topk_layer(run: Run) -> str:
-    return f"one layer, {topk_name(run)}"
-
-
-def _restore(run: Run) -> float:
+def _restore(run: Run, section: str) -> float:
     """The slower selection."""
     return max(
-        run.number("restore", "first_token_ms", selection=selection, source="pinned memory")
-        for selection in ("dense", topk_name(run))
+        run.number(section, "first_token_ms", selection=selection, source="pinned memory")
+        for selection in ("dense", topk_name(run.sizes))
     )
 
 
-def _differing_bits(run: Run) -> float:
-    if run.number("dense_pool", "bits_compared") <= 0:
-        raise MissingNumberError("no bits were compared")
-    return run.number("dense_pool", "differing_bits")
+def _size(name: str, which: int | None = None) -> Size:
+    """A size by its name, or one of several."""
+
+    def size(sizes: Sizes) -> int:
+        found: Any = getattr(sizes, name)
+        return int(found if which is None else found[which])
+
+    return size
+
+
+def _topk_layer(sizes: Sizes) -> str:
+    return f"one layer, {topk_name(sizes)}"
+
+
+def _long_chunks(sizes: Sizes) -> int:
+    return sizes.long // CHUNK_TOKENS
+
+
+def _decode_at(column: str, context: str) -> Figure:
+    return _at(column, what="decode", sequences=1, context=_size(context))
+
+
+def _layer(column: str, which: int) -> Figure:
+    return _at(column, what=LAYER, rows=_size("product_rows", which))
 
 
 GATES = (
-    Gate("paging", "32 chunks come up", "of a pinned copy", _promotion(-1), (LEAST, 0.90)),
     Gate(
-        "paging", "one chunk comes up", "of a pinned copy", _promotion(0),
-        (LEAST, 0.90), (0.80, 0.92),
+        "paging", "32 chunks come up", "of a pinned copy",
+        _at("eta", what="promote", chunks=_size("paged_chunks", -1)), (LEAST, 0.90),
     ),
-    Gate("paging", "sealing and promoting at once", "x the rate", _duplex, (LEAST, 1.5)),
-    Gate("paging", "evicting clean chunks moves", "bytes", _evicted_bytes, (MOST, 0)),
-    Gate("paging", "missed chunks are read in place", "GB/s", _read_in_place, predicted=(40, 48)),
     Gate(
-        "paging", "256 rows over 128K missed tokens", "of a pinned copy", _staged_in_waves,
-        (LEAST, 0.9), (0.88, 0.97),
+        "paging", "one chunk comes up", "of a pinned copy",
+        _at("eta", what="promote", chunks=_size("paged_chunks", 0)), (LEAST, 0.90), (0.80, 0.92),
+    ),
+    Gate(
+        "paging", "sealing and promoting at once", "x the rate",
+        _at("ratio", what="duplex: both"), (LEAST, 1.5),
+    ),
+    Gate("paging", "evicting clean chunks moves", "bytes", _evicted_bytes, (MOST, 0)),
+    Gate(
+        "paging", "missed chunks are read in place", "GB/s",
+        _at("rate_gbs", what="read in place"), predicted=(40, 48),
+    ),
+    Gate(
+        "paging", "256 rows over 128K missed tokens", "of a pinned copy",
+        _at("eta", what="stage in waves"), (LEAST, 0.9), (0.88, 0.97),
     ),
     Gate(
         "attention", "dense decode at 2K", "us per layer",
-        _decode_attention("time_us", lambda sizes: sizes.short), predicted=(20, 25),
+        _decode_at("time_us", "short"), predicted=(20, 25),
     ),
     Gate(
         "attention", "dense decode at 32K", "us per layer",
-        _decode_attention("time_us", lambda sizes: sizes.middle), predicted=(62, 75),
+        _decode_at("time_us", "middle"), predicted=(62, 75),
     ),
     Gate(
         "attention", "dense decode at 128K", "us per layer",
-        _decode_attention("time_us", lambda sizes: sizes.long), predicted=(205, 225),
+        _decode_at("time_us", "long"), predicted=(205, 225),
     ),
     Gate(
         "attention", "dense decode at 32K reads", "of the device copy",
-        _decode_attention("of_copy", lambda sizes: sizes.middle), (LEAST, 0.8), (0.60, 0.72),
+        _decode_at("of_copy", "middle"), (LEAST, 0.8), (0.60, 0.72),
     ),
     Gate(
         "attention", "dense decode at 128K reads", "of the device copy",
-        _decode_attention("of_copy", lambda sizes: sizes.long), (LEAST, 0.85), (0.80, 0.87),
+        _decode_at("of_copy", "long"), (LEAST, 0.85), (0.80, 0.87),
     ),
     Gate("attention", "prefill", "of torch's flash kernel", _worst_prefill, (LEAST, 0.7)),
-    Gate("attention", "prefill of 256 rows at 32K", "TFLOP/s", _prefill_rate, predicted=(250, 320)),
+    Gate(
+        "attention", "prefill of 256 rows at 32K", "TFLOP/s",
+        _at("tflops", what="prefill", rows=_size("prefill_rows", -1), context=_size("middle")),
+        predicted=(250, 320),
+    ),
     Gate(
         "selection", "scores and selection at 32K", "us per layer",
-        _chosen("selection_us", lambda sizes: sizes.scanned_chunks[0]), (MOST, 12), (9, 13),
+        _at("selection_us", chunks=_size("scanned_chunks", 0)), (MOST, 12), (9, 13),
     ),
     Gate(
         "selection", "top 32 chunks at 32K", "us per layer",
-        _chosen("attend_us", lambda sizes: sizes.scanned_chunks[0]), predicted=(40, 55),
+        _at("attend_us", chunks=_size("scanned_chunks", 0)), predicted=(40, 55),
     ),
     Gate(
         "selection", "top 32 chunks at 128K", "us per layer",
-        _chosen("attend_us", lambda sizes: sizes.long // CHUNK_TOKENS), predicted=(55, 75),
+        _at("attend_us", chunks=_long_chunks), predicted=(55, 75),
     ),
     Gate(
         "selection", "a scan of 16K chunks", "us per layer",
-        _chosen("selection_us", lambda sizes: sizes.most_scanned), predicted=(170, 220),
+        _at("selection_us", chunks=_size("most_scanned")), predicted=(170, 220),
     ),
     Gate(
         "linear", "linear layers of 1 row read weights at", "of the device copy",
@@ -253,34 +230,37 @@ GATES = (
         "linear", "linear layers of 256 rows", "x the speed of cuBLAS's",
         _layer("over_torch", -1), predicted=(0.35, 0.55),
     ),
-    Gate("rows", "proving the row counts of 256 and starting", "s", _row_start),
+    Gate(
+        "rows", "proving the row counts of 256 and starting", "s",
+        _at("start_s", rows=_size("rows", -1)),
+    ),
     Gate(
         "decode", "a top-k step at 16K", "ms",
-        _step(lambda sizes: sizes.near_contexts[0]), predicted=(9, 13),
+        _at("step_ms", selection=topk_name, context=_size("near_contexts", 0)), predicted=(9, 13),
     ),
     Gate(
         "decode", "a top-k step at 256K", "ms",
-        _step(lambda sizes: sizes.far_context), predicted=(9, 14),
+        _at("step_ms", selection=topk_name, context=_size("far_context")), predicted=(9, 14),
     ),
     Gate(
-        "decode", "a top-k step at 16K", "x transformers' graphed step over 2K", _over_graphed,
+        "decode", "a top-k step at 16K", "x transformers' graphed step over 2K",
+        _at("over_graphed", selection=topk_name, context=_size("near_contexts", 0)),
         (MOST, 1.3), (1.15, 1.6),
     ),
     Gate("decode", "top-k steps from 16K to 256K", "slowest over fastest", _flatness, (MOST, 1.15)),
     Gate(
         "profiles", "dense attention launches", "kernels per layer",
-        _profiled("kernels", _dense_layer), predicted=(3, 3),
+        _at("kernels", what="one layer, dense"), predicted=(3, 3),
     ),
     Gate(
         "profiles", "top-k attention launches", "kernels per layer",
-        _profiled("kernels", _topk_layer), predicted=(5, 5),
+        _at("kernels", what=_topk_layer), predicted=(5, 5),
     ),
     Gate(
         "profiles", "Python and launches of top-k attention", "us per layer",
-        _profiled("host_us", _topk_layer), predicted=(20, 30),
+        _at("host_us", what=_topk_layer), predicted=(20, 30),
     ),
     Gate("restore", "32K from pinned memory: first token", "ms", _restore, (MOST, 150), (105, 130)),
-    Gate("dense_pool", "a pool of 1/8 of the context changes", "bits", _differing_bits, (MOST, 0)),
 )  # fmt: skip
 
 

@@ -16,13 +16,10 @@ import numpy as np
 from kvpager import Dense, Engine, Session, TopK
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.run import Run
-from kvpager_bench.gpu.sizes import CHUNK_TOKENS
+from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
 from kvpager_bench.gpu.subjects import (
-    WrongResultError,
     append,
-    build_model,
     config,
-    differing_bits,
     graphed_step,
     stock_cache,
     stock_prefill,
@@ -33,7 +30,6 @@ from kvpager_bench.harness import NOT_APPLICABLE, Column, MissingNumberError, Re
 WARM_UP = 2
 GRAPHED_STEPS = 64  # there is room for
 DENSE_STEPS = 3  # of a context that crosses the link whole at every step
-READ_TOKENS = 4096
 RESIDENT = "top-k, nothing missed"  # what missed pages cost, by comparison
 FREE_DISK = 1.2  # of a snapshot's size, before one is written
 
@@ -56,8 +52,8 @@ def engine_of(
     run.machine.free()
 
 
-def topk_name(run: Run) -> str:
-    return f"top-{run.sizes.selected}"
+def topk_name(sizes: Sizes) -> str:
+    return f"top-{sizes.selected}"
 
 
 def decode(run: Run) -> None:
@@ -88,10 +84,10 @@ def decode(run: Run) -> None:
     steps_of = {"dense": min(DENSE_STEPS, sizes.decode_steps)}
     # The arena of the last is the only large one: it takes long to pin.
     for name, selection, pool, contexts in (
-        (topk_name(run), topk, sizes.pool, near),
+        (topk_name(sizes), topk, sizes.pool, near),
         (RESIDENT, topk, max(near) + sizes.pool, near[-1:]),
         ("dense", Dense(), sizes.pool, near),
-        (topk_name(run), topk, sizes.pool, far),
+        (topk_name(sizes), topk, sizes.pool, far),
     ):
         if run.out_of_time(f"decode, {name}, at {contexts}"):
             continue
@@ -128,7 +124,7 @@ def _stock_step_ms(run: Run, model: Any, context: int) -> Any:
     try:
         cache = stock_cache(machine, model, sizes, context)
         timing = machine.wall(
-            lambda: stock_step(machine, model, cache, [9]), runs=DENSE_STEPS, warm_up=WARM_UP
+            lambda: stock_step(model, cache, [9]), runs=DENSE_STEPS, warm_up=WARM_UP
         )
     except Exception as error:
         if not machine.out_of_memory(error):
@@ -201,13 +197,11 @@ def restore(run: Run) -> None:
     )
     model = run.model()
     cold_ids = random_ids(run, sizes.cold)
-    transformers_cold = machine.wall(
-        lambda: stock_prefill(machine, model, cold_ids), runs=1, warm_up=1
-    )
+    transformers_cold = machine.wall(lambda: stock_prefill(model, cold_ids), runs=1, warm_up=1)
     room = 2 * sizes.restored + 2 * sizes.pool
     for name, selection in (
         ("dense", Dense()),
-        (topk_name(run), TopK(chunks=sizes.selected)),
+        (topk_name(sizes), TopK(chunks=sizes.selected)),
     ):
         with engine_of(run, model, sizes.pool, host_tokens=room, selection=selection) as engine:
             cold = _cold_seconds(machine, engine, cold_ids)
@@ -292,7 +286,7 @@ def rows(run: Run) -> None:
     model = run.model()
     ids = random_ids(run, sizes.rows_prompt)
     stock_seconds = machine.wall(
-        lambda: stock_prefill(machine, model, ids), runs=DENSE_STEPS, warm_up=1
+        lambda: stock_prefill(model, ids), runs=DENSE_STEPS, warm_up=1
     ).median
     stock_ms = _stock_step_ms(run, model, sizes.rows_prompt)
     pool = 2 * sizes.rows_prompt + 2 * sizes.pool
@@ -319,63 +313,7 @@ def rows(run: Run) -> None:
         )
 
 
-def dense_pool(run: Run) -> None:
-    """Dense attention through a pool of an eighth of the context, against one that holds it all."""
-    sizes, machine = run.sizes, run.machine
-    report = run.report(
-        "dense_pool",
-        "Dense attention through a pool of 1/8 of the context, by bits and time",
-        Column("context", "tokens"),
-        Column("pool", "tokens"),
-        Column("bits_compared"),
-        Column("differing_bits"),
-        Column("prefill_s", "s"),
-        Column("prefill_unbounded_s", "s"),
-        Column("step_ms", "ms"),
-        Column("step_unbounded_ms", "ms"),
-    )
-    model = build_model(machine, sizes, sizes.dense_layers)
-    ids = random_ids(run, sizes.dense_context)
-    whole = sizes.dense_context + 2 * sizes.pool
-    outcomes = []
-    for pool in (sizes.dense_context // 8, whole):
-        with engine_of(run, model, pool, host_tokens=2 * whole) as engine:
-            session = engine.session()
-            start = time.perf_counter()
-            session.prefill(ids)
-            bits = [session.logits]
-            prefilled = time.perf_counter() - start
-            timing, _, _ = decode_steps(session, sizes.decode_steps)
-            bits += list(_decoded_logits(session, sizes.decode_steps))
-            for layer in range(engine.layout.layers):
-                for first in range(0, len(ids), READ_TOKENS):
-                    last = min(first + READ_TOKENS, len(ids))
-                    bits += session.sequence.read_kv(layer, first, last)
-            outcomes.append((prefilled, 1e3 * timing.median, bits))
-    (prefill_s, step_ms, ours), (unbounded_s, unbounded_ms, expected) = outcomes
-    differing = sum(differing_bits(a, b) for a, b in zip(ours, expected, strict=True))
-    report.add(
-        context=sizes.dense_context,
-        pool=sizes.dense_context // 8 // CHUNK_TOKENS * CHUNK_TOKENS,
-        bits_compared=sum(8 * t.numel() * t.element_size() for t in ours),
-        differing_bits=differing,
-        prefill_s=prefill_s,
-        prefill_unbounded_s=unbounded_s,
-        step_ms=step_ms,
-        step_unbounded_ms=unbounded_ms,
-    )
-    if differing:
-        raise WrongResultError(f"a pool of 1/8 of the context changes {differing} bits")
-
-
-def _decoded_logits(session: Session, steps: int) -> Iterator[Any]:
-    with session.fork() as fork:
-        for _ in fork.generate(steps, eos=None, stream="tokens"):
-            yield fork.logits
-
-
 SECTIONS: dict[str, Callable[[Run], None]] = {
-    "dense_pool": dense_pool,  # its model is a small one; the others share theirs
     "rows": rows,
     "decode": decode,
     "restore": restore,

@@ -45,7 +45,7 @@ def profiles(run: Run) -> None:
 
 
 def _selections(run: Run) -> list[tuple[str, Selection]]:
-    return [("dense", Dense()), (topk_name(run), TopK(chunks=run.sizes.selected))]
+    return [("dense", Dense()), (topk_name(run.sizes), TopK(chunks=run.sizes.selected))]
 
 
 def _profile_layer(
@@ -95,7 +95,7 @@ def _profile_steps(run: Run, totals: Report, kernels: Report) -> None:
         go_on()
         wall = (time.perf_counter() - start) / steps
         ran = machine.profile(go_on)
-    _add(totals, kernels, f"a step, {topk_name(run)}", context, ran, steps, wall, wall)
+    _add(totals, kernels, f"a step, {topk_name(run.sizes)}", context, ran, steps, wall, wall)
 
 
 def _add(

@@ -12,19 +12,7 @@ from typing import Any
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.sizes import Sizes
 from kvpager_bench.gpu.subjects import WrongResultError, build_model
-from kvpager_bench.harness import Cell, Column, MissingNumberError, Report
-
-
-@dataclass
-class KeptReport(Report):
-    """A table that is written with every row, for a process that is killed loses the others."""
-
-    keep: Callable[[], None] = lambda: None
-
-    def add(self, **values: Cell) -> dict[str, Cell]:
-        row = super().add(**values)
-        self.keep()
-        return row
+from kvpager_bench.harness import Column, MissingNumberError, Report
 
 
 @dataclass
@@ -47,9 +35,8 @@ class Run:
 
     def report(self, name: str, question: str, *columns: Column) -> Report:
         """A new, empty table, which is part of the result as it grows."""
-        report = KeptReport(
-            name, question, columns, vars(self.sizes), self.environment, keep=self.keep
-        )
+        report = Report(name, question, columns, vars(self.sizes), self.environment)
+        report.keep = lambda report, row: self.keep()  # a killed process loses no row
         self.reports[name] = report
         return report
 

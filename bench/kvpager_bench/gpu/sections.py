@@ -15,7 +15,6 @@ from kvpager_bench.gpu.run import Run
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
 from kvpager_bench.gpu.subjects import (
     BFLOAT16,
-    ChunkedCopy,
     Reading,
     append,
     check_attention,
@@ -122,7 +121,7 @@ def paging(run: Run) -> None:
             up, down = moved.per_call(sizes.runs + 1)
             if up != size:
                 raise MissingNumberError(f"bringing {chunks} chunks in moved {up} bytes up")
-            _add_transfer(run, report, "promote", chunks, size, bring_time, up, down)
+            _add_transfer(run, report, "promote", chunks, size, bring_time, (up, down))
         _evict(run, report, pager, stored, many)
         _duplex(run, report, pager, stored)
     _read_in_place(run, report)
@@ -130,21 +129,32 @@ def paging(run: Run) -> None:
 
 
 def _add_transfer(
-    run: Run, report: Report, what: str, chunks: int, size: int, timing: Timing, up: int, down: int
+    run: Run,
+    report: Report,
+    what: str,
+    chunks: int,
+    size: int,
+    timing: Timing,
+    moved: tuple[int, int],
+    **more: Any,
 ) -> None:
-    """Bytes that had to cross the link, beside a plain copy of pinned memory."""
+    """Bytes that had to cross the link, up and down, beside a plain copy of pinned memory."""
     rate = size / timing.median / GB
+    row = {
+        "rate_gbs": rate,
+        "eta": rate / run.ceiling("pinned up"),
+        "ratio": NOT_APPLICABLE,
+        **more,
+    }
     report.add(
         what=what,
         chunks=chunks,
         bytes=size,
         time_ms=1e3 * timing.median,
         spread=timing.spread,
-        rate_gbs=rate,
-        eta=rate / run.ceiling("pinned up"),
-        ratio=NOT_APPLICABLE,
-        bytes_up=up,
-        bytes_down=down,
+        bytes_up=moved[0],
+        bytes_down=moved[1],
+        **row,
     )
 
 
@@ -181,7 +191,7 @@ def _read_in_place(run: Run, report: Report) -> None:
     size = context * sizes.page_token_bytes
     if up + down >= size:
         raise MissingNumberError(f"{up} bytes were copied up and {down} down, not read in place")
-    _add_transfer(run, report, "read in place", context // CHUNK_TOKENS, size, timing, up, down)
+    _add_transfer(run, report, "read in place", context // CHUNK_TOKENS, size, timing, (up, down))
 
 
 def _stage_in_waves(run: Run, report: Report) -> None:
@@ -203,7 +213,7 @@ def _stage_in_waves(run: Run, report: Report) -> None:
     size = context * sizes.page_token_bytes * layers
     if staged != size:
         raise MissingNumberError(f"{staged} bytes were staged, expected every slice once: {size}")
-    _add_transfer(run, report, "stage in waves", context // CHUNK_TOKENS, size, timing, up, down)
+    _add_transfer(run, report, "stage in waves", context // CHUNK_TOKENS, size, timing, (up, down))
 
 
 class Moved:
@@ -235,19 +245,9 @@ def _evict(run: Run, report: Report, pager: Pager, stored: Sequence, chunks: int
     timing = run.machine.wall(evict, runs=1, warm_up=0)
     if evicted < chunks:
         raise MissingNumberError(f"{evicted} chunks left the pool, expected at least {chunks}")
-    up, down = moved.per_call(1)
-    report.add(
-        what="evict, clean",
-        chunks=evicted,
-        bytes=evicted * pager.layout.chunk_bytes,
-        time_ms=1e3 * timing.median,
-        spread=timing.spread,
-        rate_gbs=NOT_APPLICABLE,
-        eta=NOT_APPLICABLE,
-        ratio=NOT_APPLICABLE,
-        bytes_up=up,
-        bytes_down=down,
-    )
+    size = evicted * pager.layout.chunk_bytes
+    none = dict.fromkeys(("rate_gbs", "eta"), NOT_APPLICABLE)
+    _add_transfer(run, report, "evict, clean", evicted, size, timing, moved.per_call(1), **none)
 
 
 def _duplex(run: Run, report: Report, pager: Pager, stored: Sequence) -> None:
@@ -284,22 +284,11 @@ def _duplex(run: Run, report: Report, pager: Pager, stored: Sequence) -> None:
         moved = Moved(pager)
         timing = machine.wall(call, runs=runs, before=pager.evict_all)
         seconds[what] = timing.median
-        up, down = moved.per_call(runs + 1)
-        ratio: Any = NOT_APPLICABLE
+        both_moved = moved.per_call(runs + 1)
+        ratio: dict[str, Any] = {"eta": NOT_APPLICABLE}
         if what == "both":
-            ratio = (seconds["seal and write down"] + seconds["bring up"]) / timing.median
-        report.add(
-            what=f"duplex: {what}",
-            chunks=chunks,
-            bytes=amount,
-            time_ms=1e3 * timing.median,
-            spread=timing.spread,
-            rate_gbs=amount / timing.median / GB,
-            eta=NOT_APPLICABLE,
-            ratio=ratio,
-            bytes_up=up,
-            bytes_down=down,
-        )
+            ratio["ratio"] = (seconds["seal and write down"] + seconds["bring up"]) / timing.median
+        _add_transfer(run, report, f"duplex: {what}", chunks, amount, timing, both_moved, **ratio)
 
 
 def attention(run: Run) -> None:
@@ -319,7 +308,6 @@ def attention(run: Run) -> None:
         Column("tflops", "TFLOP/s"),
         Column("flash_us", "us"),
         Column("over_flash", "x its rate"),
-        Column("gathered_us", "us"),
         Column("relative_error"),
     )
     for context in sizes.contexts:
@@ -354,7 +342,7 @@ def _attend(run: Run, what: str, rows: int, batch: int, context: int) -> None:
             error = check_attention(machine, reading, sequences, rows)
             ours = machine.time(reading.all_layers, runs=sizes.runs)
             per_layer = ours.median / layout.layers
-            flash, gathered = _flash(machine, sizes, sequences, reading.q, rows)
+            flash = _flash(machine, sizes, sequences, reading.q, rows)
     k_and_v = batch * context * sizes.page_token_bytes
     seen = rows * (context - (rows - 1) / 2)
     flops = 4 * batch * seen * sizes.q_heads * sizes.head_dim
@@ -370,7 +358,6 @@ def _attend(run: Run, what: str, rows: int, batch: int, context: int) -> None:
         tflops=flops / per_layer / 1e12,
         flash_us=1e6 * flash,
         over_flash=flash / per_layer,
-        gathered_us=1e6 * gathered,
         relative_error=error,
     )
     machine.free()
@@ -382,27 +369,18 @@ def _flash(
     sequences: list[Sequence],
     queries: list[torch.Tensor],
     rows: int,
-) -> tuple[float, float]:
-    """Seconds per layer of torch's attention over contiguous K/V, and with gathering it first."""
-    layers = len(queries)
+) -> float:
+    """Seconds per layer of torch's attention over contiguous K/V."""
     each: list[Any] = list(queries)
     shaped = [q.unflatten(0, (len(sequences), rows)).transpose(1, 2).contiguous() for q in each]
-
-    pairs = [contiguous_kv(machine, sequences, layer) for layer in range(layers)]
-    chunked = [ChunkedCopy(*pair) for pair in pairs]
+    pairs = [contiguous_kv(machine, sequences, layer) for layer in range(len(queries))]
 
     def plain() -> None:
         for q, (k, v) in zip(shaped, pairs):
             torch_attention(q, k, v)
 
-    def gathering() -> None:
-        for q, copy in zip(shaped, chunked):
-            torch_attention(q, *copy.gather())
-
     with machine.attention_backend():
-        flash = machine.time(plain, runs=sizes.runs).median / layers
-        gathered = machine.time(gathering, runs=max(1, sizes.runs // 3)).median / layers
-    return flash, gathered
+        return machine.time(plain, runs=sizes.runs).median / len(queries)
 
 
 def selection(run: Run) -> None:

@@ -62,8 +62,6 @@ class Sizes:
     cold: int = 32768  # the longest prompt that is prefilled cold
     rows: tuple[int, ...] = (64, 128, 256)
     rows_prompt: int = 4096
-    dense_layers: int = 4
-    dense_context: int = 8192
     append_rows: int = 256  # M of pagers without a model
     engine_rows: int | None = None  # M; None: the default
 
@@ -106,7 +104,7 @@ class Sizes:
             num_attention_heads=self.q_heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
-            max_position_embeddings=2 * max(self.far_context, self.dense_context),
+            max_position_embeddings=2 * self.far_context,
             tie_word_embeddings=False,
             dtype=torch.bfloat16,
         )
@@ -150,8 +148,6 @@ REHEARSAL = Sizes(
     cold=128,
     rows=(16,),
     rows_prompt=32,
-    dense_layers=1,
-    dense_context=1536,
     append_rows=64,
     engine_rows=16,
 )

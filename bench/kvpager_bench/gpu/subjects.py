@@ -12,11 +12,11 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import Cache, DynamicCache, Qwen3ForCausalLM, StaticCache
 
 from kvpager import Dense, Layout, Pager, PagerConfig
+from kvpager._model.seam.causal_lm import handed
 from kvpager.config import Selection
-from kvpager.hf.cache_argument import handed
 from kvpager.pager import ROW_READ, Forward, Sequence
 from kvpager.verify.bits import compare_bits
-from kvpager_bench import harness
+from kvpager_bench import harness, subjects
 from kvpager_bench.gpu.machine import Machine
 from kvpager_bench.gpu.sizes import CHUNK_TOKENS, Sizes
 
@@ -177,30 +177,6 @@ def check_attention(
     return error
 
 
-class ChunkedCopy:
-    """K and V of a layer in chunks at shuffled places, to be gathered before torch's attention."""
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        sequences, heads, tokens, _ = k.shape
-        self.chunks = tokens // CHUNK_TOKENS
-        k, v = (part[:, :, : self.chunks * CHUNK_TOKENS] for part in (k, v))
-        split = (self.chunks, CHUNK_TOKENS)
-        order = torch.randperm(sequences * self.chunks, device=k.device)
-        self.place = order.argsort()
-        # [chunk, head, dim, token] and [chunk, head, token, dim], as pages are
-        paged: Any = (k, v)
-        pages_k = paged[0].unflatten(2, split).permute(0, 2, 1, 4, 3).flatten(0, 1)
-        pages_v = paged[1].unflatten(2, split).permute(0, 2, 1, 3, 4).flatten(0, 1)
-        self.k, self.v = pages_k[order].contiguous(), pages_v[order].contiguous()
-        self.sequences, self.heads = sequences, heads
-
-    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        split = (self.sequences, self.chunks)
-        k = self.k[self.place].unflatten(0, split).permute(0, 2, 1, 4, 3).flatten(2, 3)
-        v = self.v[self.place].unflatten(0, split).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        return k.contiguous(), v.contiguous()
-
-
 def stock_cache(machine: Machine, model: Any, sizes: Sizes, tokens: int) -> DynamicCache:
     """A full DynamicCache of random K/V."""
     cache = DynamicCache(config=model.config)
@@ -216,12 +192,9 @@ def _fill(cache: Cache, machine: Machine, model: Any, sizes: Sizes, tokens: int)
         cache.update(k, v, layer)
 
 
-@torch.inference_mode()
-def stock_step(machine: Machine, model: Any, cache: DynamicCache, ids: list[int]) -> int:
+def stock_step(model: Any, cache: DynamicCache, ids: list[int]) -> int:
     """One greedy step of transformers alone, its token on the host."""
-    tokens = torch.tensor([ids], device=machine.tensors)
-    output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
-    return int(output.logits[0, -1].argmax())
+    return int(subjects.stock_step(model, cache, ids).argmax())
 
 
 def graphed_step(
@@ -249,13 +222,9 @@ def graphed_step(
     return run
 
 
-@torch.inference_mode()
-def stock_prefill(machine: Machine, model: Any, ids: Any) -> int:
+def stock_prefill(model: Any, ids: Any) -> int:
     """One-shot prefill of transformers alone; the first token on the host."""
-    tokens = torch.as_tensor(np.asarray(ids, dtype=np.int64), device=machine.tensors)[None]
-    cache = DynamicCache(config=model.config)
-    output = model(input_ids=tokens, logits_to_keep=1, **handed(model, cache))
-    return int(output.logits[0, -1].argmax())
+    return int(subjects.stock_prefill(model, ids)[1].argmax())
 
 
 def differing_bits(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -25,22 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from kvpager_bench.peers.recipes import PEERS, Recipe, Step
-from kvpager_bench.places import scratch_folder
-
-__all__ = [
-    "PEERS",
-    "Missing",
-    "Peer",
-    "PeerError",
-    "call",
-    "find",
-    "install",
-    "remove",
-    "root",
-    "size",
-    "variables",
-]
+from kvpager_bench.peers.recipes import PEERS as PEERS
+from kvpager_bench.peers.recipes import Recipe, Step
+from kvpager_bench.places import scratch_folder, write_text
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _STAMP = "installed.json"
@@ -97,7 +84,7 @@ def find(name: str) -> Peer | Missing:
     try:
         stamp = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        failure = _failure_path(recipe)
+        failure = _beside(recipe, "failed")
         if failure.is_file():
             said = failure.read_text(encoding="utf-8").strip()
             return Missing(recipe, f"its installation failed: {said} (again: {remedy})")
@@ -126,42 +113,34 @@ def install(name: str, report: Callable[[str], object] = print) -> Peer:
         report(f"{recipe.title}: {recipe.cost}")
         folder = root() / recipe.folder
         shutil.rmtree(folder, ignore_errors=True)
-        _failure_path(recipe).unlink(missing_ok=True)
+        _beside(recipe, "failed").unlink(missing_ok=True)
         start = time.monotonic()
         try:
-            with _log_path(recipe).open("w", encoding="utf-8") as log:
+            with _beside(recipe, "log").open("w", encoding="utf-8") as log:
                 _make(recipe, folder, log, report)
             packages = _packages(folder)
         except PeerError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            _write(_failure_path(recipe), f"{error}\n")
-            raise PeerError(f"{recipe.title}: {error}\nlog: {_log_path(recipe)}") from None
+            write_text(_beside(recipe, "failed"), f"{error}\n")
+            raise PeerError(f"{recipe.title}: {error}\nlog: {_beside(recipe, 'log')}") from None
         stamp = {"recipe": recipe.digest, "python": sys.version, "packages": packages}
-        _write(folder / _STAMP, json.dumps(stamp, indent=1) + "\n")
+        write_text(folder / _STAMP, json.dumps(stamp, indent=1) + "\n")
         report(f"{recipe.title} is installed after {time.monotonic() - start:.0f} s: {folder}")
     peer = find(name)
     assert isinstance(peer, Peer)
     return peer
 
 
-def remove(name: str) -> int:
-    """Deletes a peer's folder, log and record of failure; returns the bytes that were freed."""
+def remove(name: str) -> None:
+    """Deletes a peer's folder, log and record of failure."""
     recipe = _recipe(name)
     folder = root() / recipe.folder
-    freed = 0
     if folder.exists():
         with _lock(recipe, lambda line: None):
-            freed = size(folder)
             (folder / _STAMP).unlink(missing_ok=True)  # half a folder must not count as a peer
             shutil.rmtree(folder)
-    for path in (_failure_path(recipe), _log_path(recipe), _lock_path(recipe)):
-        path.unlink(missing_ok=True)
-    return freed
-
-
-def size(folder: Path) -> int:
-    """Bytes of disk below `folder`."""
-    return sum(p.lstat().st_blocks * 512 for p in folder.rglob("*") if not p.is_dir())
+    for ending in ("failed", "log", "lock"):
+        _beside(recipe, ending).unlink(missing_ok=True)
 
 
 def call(name: str, script: str, task: Mapping[str, Any], timeout: float = 600.0) -> dict[str, Any]:
@@ -285,7 +264,7 @@ def variables(recipe: Recipe) -> dict[str, str]:
 @contextlib.contextmanager
 def _lock(recipe: Recipe, report: Callable[[str], object]) -> Iterator[None]:
     """One installation of a peer at a time; the second one waits and finds it done."""
-    with _lock_path(recipe).open("w", encoding="utf-8") as file:
+    with _beside(recipe, "lock").open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -305,22 +284,9 @@ def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def _failure_path(recipe: Recipe) -> Path:
-    return root() / f"{recipe.folder}.failed"
-
-
-def _log_path(recipe: Recipe) -> Path:
-    return root() / f"{recipe.folder}.log"
-
-
-def _lock_path(recipe: Recipe) -> Path:
-    return root() / f"{recipe.folder}.lock"
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def _beside(recipe: Recipe, ending: str) -> Path:
+    """A file beside a peer's folder: of its log, its lock or its failure."""
+    return root() / f"{recipe.folder}.{ending}"
 
 
 def _said(log: IO[str]) -> str:

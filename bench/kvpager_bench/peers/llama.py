@@ -70,30 +70,6 @@ def turn(
     return environments.call(NAME, "llama_turn", task, TIMEOUT)
 
 
-def restore_rates(
-    shape: Mapping[str, Any],
-    context: int,
-    state: Path,
-    file_states: Sequence[str],
-    *,
-    threads: int,
-    runs: int = 3,
-) -> dict[str, float]:
-    """Bytes per second at which a state file of random K/V becomes its cache, by file state."""
-    task = _task(shape, threads) | {
-        "batch": BATCH,
-        "context": context,
-        "state": str(state),
-        "states": list(file_states),
-        "runs": runs,
-    }
-    answer = environments.call(NAME, "llama_restore", task, TIMEOUT)
-    return {
-        name: answer["file_bytes"] / Timing(tuple(seconds)).median
-        for name, seconds in answer["seconds"].items()
-    }
-
-
 def decode(
     shape: Mapping[str, Any],
     contexts: Sequence[int],

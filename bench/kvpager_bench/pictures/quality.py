@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpager_bench.labels import KVPAGER, NO_REPAIR
 from kvpager_bench.report import NOT_APPLICABLE, Report, significant, tokens_name
 
 FULL = "full attention"
+KVPAGER, NO_REPAIR = "kvpager", "none"
 REUSE, DECODE = "prefix reuse", "one-token decode"
 _SUBJECTS = {"untied": "random weights", "shipped": "shipped model"}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}

@@ -31,6 +31,10 @@ PACKING_LINES: tuple[Line, ...] = (
     ("transformers, padded batch", "transformers_batch_tokens_per_s", 1.0),
     ("kvpager, one by one", "one_by_one_tokens_per_s", 1.0),
 )
+REWARD_LINES: tuple[Line, ...] = (
+    ("kvpager as trainer", "kvpager", 1.0),
+    ("transformers as trainer", "transformers", 1.0),
+)
 MIXED = "mixed"
 
 
@@ -60,13 +64,18 @@ def turn_title(report: Report) -> str:
 
 
 def draw_turn(report: Report) -> Any:
+    label = "time to the first token [s]"
+    return _by_context(report, turn_title(report), turn_rows(report), label, TURN_LINES, seconds)
+
+
+def _by_context(
+    report: Report, title: str, rows: Rows, label: str, lines: Sequence[Line], spelled: Any
+) -> Any:
     from kvpager_bench.pictures.canvas import against_context, blank
 
-    figure, axis = blank(turn_title(report))
-    rows = turn_rows(report)
-    contexts = sorted({report.number(row, "context") for row in rows})
-    against_context(axis, contexts, "time to the first token [s]")
-    _lines(axis, report, rows, TURN_LINES, "context", seconds)
+    figure, axis = blank(title)
+    against_context(axis, sorted({report.number(row, "context") for row in rows}), label)
+    _lines(axis, report, rows, lines, "context", spelled)
     return figure
 
 
@@ -90,20 +99,35 @@ def decode_title(report: Report) -> str:
 
 
 def draw_decode(report: Report) -> Any:
-    from kvpager_bench.pictures.canvas import against_context, blank
-
-    figure, axis = blank(decode_title(report))
-    rows = decode_rows(report)
-    contexts = [report.number(row, "context") for row in rows]
-    against_context(axis, contexts, "decode speed [tokens/s], one session")
-    _lines(axis, report, rows, DECODE_LINES, "context", lambda value: significant(value, 2))
-    return figure
+    label = "decode speed [tokens/s], one session"
+    title, rows = decode_title(report), decode_rows(report)
+    return _by_context(report, title, rows, label, DECODE_LINES, lambda v: significant(v, 2))
 
 
 def packing_rows(report: Report) -> Rows:
     """Of prompts of mixed lengths."""
     rows = [row for row in report.rows if row["prompts"] == MIXED] or report.rows
     return sorted(rows, key=lambda row: report.number(row, "sessions"))
+
+
+def rewards_title(report: Report) -> str:
+    last = report.rows[-1]
+    ours, theirs = (f"{report.number(last, name):.2f}" for name in ("kvpager", "transformers"))
+    return (
+        f"After {report.number(last, 'step'):g} steps of GRPO the mean reward is {ours} with the "
+        f"rollout's bits,\n{theirs} with transformers' forward as trainer"
+    )
+
+
+def draw_rewards(report: Report) -> Any:
+    from kvpager_bench.pictures.canvas import blank
+
+    figure, axis = blank(rewards_title(report))
+    axis.set_xlabel("step")
+    axis.set_ylabel("mean reward")
+    axis.grid(alpha=0.25)
+    _lines(axis, report, report.rows, REWARD_LINES, "step", lambda value: f"{value:.2f}")
+    return figure
 
 
 def packing_title(report: Report) -> str:

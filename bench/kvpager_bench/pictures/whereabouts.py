@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpager_bench.labels import PREFILL, QUESTION
 from kvpager_bench.report import Report, tokens_name
 
+PREFILL, QUESTION = "prefill", "question"  # what a row follows
 TIERS = ("pool", "host", "disk")
 COLOURS = ("#0072B2", "#a6cbe3", "#e4e4e4")
 ASKED = "#D55E00"

@@ -7,7 +7,7 @@ K/V are random and injected: only time is measured. What is timed of ours is `Fo
 model's layer calls it: the rows' K/V are checked and written, the ledger hears which chunks matter,
 the chunks' addresses are found, and the rows attend over all of them where they lie. SDPA gets the
 same keys and values gathered into contiguous tensors beforehand, which a paged cache would have to
-do first; once that is counted too. It is given its better form of two, grouped heads and repeated
+do first. It is given its better form of two, grouped heads and repeated
 ones, and the mask it needs.
 
 One row is timed as a decoding step has it: a pass over all layers of one forward, peers likewise,
@@ -18,12 +18,9 @@ median against median: on a shared machine it is another one from second to seco
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +31,14 @@ from kvpager import Layout, Pager, PagerConfig
 from kvpager.pager import ROW_COMMIT
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import Column, Report, Subject
+from kvpager_bench.study import Asked, Option, Study, Table
 
-MODULE = "kvpager_bench.questions.attention"
 ROWS = 64
 CHUNK = 64
 SHAPES = ("16/8/128", "8/2/64")
 FULL_SHAPES = (*SHAPES, "32/8/128", "16/2/128")
 CONTEXTS = (2048, 8192, 32768)
 DTYPES = ("float32", "bfloat16")
-TIERS = ("base", "v3", "v4")
 UNCACHED_BYTES = 96 << 20  # of K/V that the runs go through in turns
 LAYERS = (2, 48)  # at least, at most
 DECODE_ROUNDS = 3  # times as many for one row: its runs are short
@@ -56,16 +52,14 @@ COLUMNS = (
     Column("dtype", text=True),
     Column("rows"),
     Column("context", "tokens", 6),
-    Column("isa", text=True),
     Column("attend_ms", "ms"),
     Column("spread", "(max-min)/median", 2),
     Column("kv_gbs", "GB/s of K/V"),
     Column("gflops", "GFLOP/s"),
     Column("read_gbs", "GB/s of memory"),
     Column("of_read_bandwidth", "", 2),
-    Column("sdpa_ms", "ms", optional=True),
-    Column("sdpa_with_gather_ms", "ms", optional=True),
-    Column("over_sdpa", "x", optional=True),
+    Column("sdpa_ms", "ms"),
+    Column("over_sdpa", "x"),
 )
 
 
@@ -227,40 +221,14 @@ class Sdpa:
         )
 
 
-class GatheredSdpa:
-    """The same, with the chunks of a paged cache copied together first."""
-
-    def __init__(self, sdpa: Sdpa) -> None:
-        self.sdpa = sdpa
-        self.chunks = [(_in_chunks(k), _in_chunks(v), k.shape[2]) for k, v in sdpa.kv]
-        count = self.chunks[0][0].shape[0]
-        self.order = torch.arange(count)
-
-    def __call__(self) -> torch.Tensor:
-        k, v, tokens = self.chunks[next(self.sdpa.layers)]
-        return self.sdpa.attend(self._gather(k, tokens), self._gather(v, tokens))
-
-    def _gather(self, chunks: torch.Tensor, tokens: int) -> torch.Tensor:
-        return chunks[self.order].transpose(0, 1).flatten(1, 2)[None, :, :tokens]
-
-
-def _in_chunks(x: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, dim] as [chunks, heads, CHUNK, dim]."""
-    padding = -x.shape[2] % CHUNK
-    padded = torch.nn.functional.pad(x[0], (0, 0, 0, padding))
-    heads, tokens, dim = padded.shape
-    return padded.view(heads, tokens // CHUNK, CHUNK, dim).transpose(0, 1).contiguous()
-
-
-def determinism(ours: Ours, rows: int) -> str:
-    """Raises if two runs over the layers differ; the digest of one."""
+def check_determinism(ours: Ours, rows: int) -> None:
+    """Raises if two runs over the layers differ."""
 
     def digest() -> str:
         with ours.rows(rows) as attend:
             return harness.digest(*(attend().clone() for _ in range(ours.case.layers)))
 
     harness.require_deterministic(digest, f"{ours.case}, {rows} rows")
-    return digest()
 
 
 def passes(call: Callable[[], object], layers: int) -> Callable[[], None]:
@@ -273,57 +241,35 @@ def passes(call: Callable[[], object], layers: int) -> Callable[[], None]:
     return run
 
 
-def per_call(timing: harness.Timing, calls: int) -> harness.Timing:
-    return harness.Timing(tuple(seconds / calls for seconds in timing.runs))
-
-
-def measure(
-    case: Case, report: Report, threads: int, rounds: int, row_counts: tuple[int, ...]
-) -> None:
-    ours = Ours(case, threads)
-    memory = machine.MemoryReader(threads)
-    try:
-        for rows in row_counts:
-            determinism(ours, rows)
+def measure_case(asked: Asked, case: Case) -> None:
+    """One row and many, ours and torch's by turns."""
+    ours = Ours(case, asked.threads)
+    memory = machine.MemoryReader()
+    rounds = asked.options.rounds
+    with closing(ours):
+        for rows in (1, ROWS):
+            check_determinism(ours, rows)
             calls = case.layers if rows == 1 else 1
             grouped = Sdpa(ours, rows, repeated=False)
-            forms = {"grouped": grouped}
+            timed: dict[str, Callable[[], object]] = {"grouped": grouped}
             if grouped.grouped:
-                forms["repeated"] = Sdpa(ours, rows, repeated=True)
-            gathered = GatheredSdpa(grouped)
+                timed["repeated"] = Sdpa(ours, rows, repeated=True)
+            forms = list(timed)
             with ours.rows(rows) as attend:
                 check_close(case, attend(), grouped, rows)
                 for _ in range(case.layers - 1):
                     attend()  # so that both go on with the first layer
-                timed: dict[str, Callable[[], object]] = {
-                    "ours": attend,
-                    **forms,
-                    "gather": gathered,
-                }
+                timed["ours"] = attend
+                subjects_ = {name: Subject(passes(it, calls)) for name, it in timed.items()}
                 timings = harness.interleave(
-                    {
-                        **{name: Subject(passes(it, calls)) for name, it in timed.items()},
-                        "memory": Subject(memory),
-                    },
+                    {**subjects_, "memory": Subject(memory)},
                     runs=rounds * (DECODE_ROUNDS if rows == 1 else 1),
                     warm_up=2,
                 )
             bandwidth = memory.bytes / timings["memory"].median
-            timings = {name: per_call(timings[name], calls) for name in timed}
-            best = min((timings[name] for name in forms), key=lambda timing: timing.median)
-            add(report, case, rows, bandwidth, timings["ours"], best.median)
-            report.rows[-1]["sdpa_with_gather_ms"] = timings["gather"].median * 1e3
-            compare(report, case, rows, bandwidth, timings["ours"].median, best.median)
-            row = report.rows[-1]
-            print(
-                f"{case.shape} {case.dtype} {rows} rows, {case.context} tokens: "
-                f"{row['attend_ms']:.3f} ms, {row['kv_gbs']:.1f} of {row['read_gbs']:.1f} GB/s, "
-                f"{row['gflops']:.0f} GFLOP/s, {row['over_sdpa']:.2f} x SDPA",
-                flush=True,
-            )
-            del forms, grouped, gathered, timed
-    finally:
-        ours.close()
+            each = {name: timings[name].per(calls) for name in timed}
+            sdpa = min(each[name].median for name in forms)
+            add(asked.report(), case, rows, bandwidth, each["ours"], sdpa)
 
 
 def check_close(case: Case, got: torch.Tensor, sdpa: Sdpa, rows: int) -> None:
@@ -344,125 +290,52 @@ def add(
     rows: int,
     bandwidth: float,
     ours: harness.Timing,
-    sdpa: float | None,
-    isa: str = "",
+    sdpa: float,
 ) -> None:
+    """A row, and the comparisons of the longest context."""
     rate = case.row_bytes * case.tokens(rows) / ours.median
     report.add(
         shape=case.shape,
         dtype=case.dtype,
         rows=rows,
         context=case.context,
-        isa=isa or str(report.environment["isa"]),
         attend_ms=ours.median * 1e3,
         spread=ours.spread,
         kv_gbs=rate * 1e-9,
         gflops=case.gflop(rows) / ours.median,
         read_gbs=bandwidth * 1e-9,
         of_read_bandwidth=rate / bandwidth,
-        sdpa_ms=harness.NOT_APPLICABLE if sdpa is None else sdpa * 1e3,
-        sdpa_with_gather_ms=harness.NOT_APPLICABLE,
-        over_sdpa=harness.NOT_APPLICABLE if sdpa is None else sdpa / ours.median,
+        sdpa_ms=sdpa * 1e3,
+        over_sdpa=sdpa / ours.median,
     )
-
-
-def compare(
-    report: Report, case: Case, rows: int, bandwidth: float, ours: float, sdpa: float
-) -> None:
-    """The comparisons of the longest context; shorter ones are rows of the table."""
     if case.context != JUDGED:
         return
     what = f"{case.shape}, {case.dtype}, {harness.tokens_name(case.context)}"
     if rows == 1:
-        rate = case.row_bytes * case.tokens(rows) / ours
-        report.compare(
-            f"decode attention, {what}",
-            ours=rate * 1e-9,
-            theirs=bandwidth * 1e-9,
-            peer="memory bandwidth",
-            unit="GB/s",
-            aim=OF_BANDWIDTH,
-        )
-    report.compare(
-        f"decode attention, {what}" if rows == 1 else f"{rows}-row prefill attention, {what}",
-        ours=ours * 1e3,
-        theirs=sdpa * 1e3,
-        peer="torch SDPA",
-        unit="ms",
-        aim=1.0 if rows == 1 else OF_SDPA[case.dtype],
-        lower_is_better=True,
-    )
+        figure, aim = f"decode attention, {what}", 1.0
+        peer = "memory bandwidth"
+        report.compare(figure, rate * 1e-9, bandwidth * 1e-9, peer, "GB/s", OF_BANDWIDTH)
+    else:
+        figure, aim = f"{rows}-row prefill attention, {what}", OF_SDPA[case.dtype]
+    milliseconds = ours.median * 1e3, sdpa * 1e3
+    report.compare(figure, *milliseconds, "torch SDPA", "ms", aim, lower_is_better=True)
 
 
-def worker(task: dict[str, Any]) -> None:
-    """One case on the tier of this process: prints seconds and a digest for 1 row and for ROWS."""
-    torch.set_num_threads(task["threads"])
-    ours = Ours(Case(task["shape"], task["dtype"], task["context"]), task["threads"])
-    answer: dict[str, Any] = {}
-    for rows in (1, ROWS):
-        answer[f"digest {rows}"] = determinism(ours, rows)
-        calls = ours.case.layers if rows == 1 else 1
-        with ours.rows(rows) as attend:
-            timing = harness.measure(passes(attend, calls), runs=task["rounds"])
-        answer[str(rows)] = per_call(timing, calls).runs
-    ours.close()
-    print(json.dumps(answer))
+def measure(asked: Asked) -> None:
+    o = asked.options
+    for shape, dtype, context in itertools.product(o.shapes, DTYPES, o.contexts):
+        measure_case(asked, Case(shape, dtype, context))
 
 
-def measure_tiers(case: Case, report: Report, threads: int, rounds: int) -> None:
-    """The same bits from every tier, and what each takes."""
-    bandwidth = machine.memory_bandwidth(threads).read
-    digests: dict[int, set[str]] = {1: set(), ROWS: set()}
-    best = str(report.environment["isa"])
-    tiers = TIERS[: TIERS.index(best) + 1] if best in TIERS else (best,)
-    for tier in tiers:
-        task = {**vars(case), "threads": threads, "rounds": rounds}
-        before = os.environ.get("KVPAGER_ISA")
-        os.environ["KVPAGER_ISA"] = tier
-        try:
-            answer = harness.run_worker(MODULE, task)
-        finally:
-            if before is None:
-                del os.environ["KVPAGER_ISA"]
-            else:
-                os.environ["KVPAGER_ISA"] = before
-        for rows in (1, ROWS):
-            digests[rows].add(answer[f"digest {rows}"])
-            add(report, case, rows, bandwidth, harness.Timing(tuple(answer[str(rows)])), None, tier)
-        print(f"tier {tier}: {report.rows[-2]['attend_ms']:.3f} ms a row", flush=True)
-    report.judge(
-        "every instruction-set tier gives the same bits",
-        all(len(found) == 1 for found in digests.values()),
-        f"{', '.join(tiers)}: {sum(map(len, digests.values()))} digests of 2 forwards",
-    )
-
-
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--shapes", type=harness.parse_list, help="q_heads/kv_heads/dim, ...")
-    parser.add_argument("--contexts", type=harness.parse_ints, help="tokens, multiples of 64")
-    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        worker(arguments.worker)
-        return
-    environment = harness.start(arguments)
-    shapes = arguments.shapes or (FULL_SHAPES if arguments.full else SHAPES)
-    contexts = arguments.contexts or (CONTEXTS[:1] if arguments.quick else CONTEXTS)
-    rounds = 3 if arguments.quick else 7
-    report = Report(
-        harness.report_name("attention", arguments),
-        "How near does attention come to the machine's memory bandwidth and arithmetic?",
-        COLUMNS,
-        settings={"shapes": list(shapes), "contexts": list(contexts), "rounds": rounds},
-        environment=environment,
-    )
-    for shape, dtype, context in itertools.product(shapes, DTYPES, contexts):
-        measure(Case(shape, dtype, context), report, arguments.threads, rounds, (1, ROWS))
-    tiers = Case(shapes[0], "bfloat16", 2048)
-    measure_tiers(tiers, report, arguments.threads, 2 if arguments.quick else 3)
-    report.finish()
-
+STUDY = Study(
+    measure,
+    (Table("attention", "How near does attention come to the machine's limits?", COLUMNS),),
+    (
+        Option("shapes", SHAPES, full=FULL_SHAPES, help="q_heads/kv_heads/dim, ..."),
+        Option("contexts", CONTEXTS, quick=CONTEXTS[:1], help="tokens, multiples of 64"),
+        Option("rounds", 7, quick=3),
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from kvpager.config import KV_DTYPES
 from kvpager_bench import harness, machine
-from kvpager_bench.harness import Column, Report, Subject
+from kvpager_bench.harness import Column, Subject
 from kvpager_bench.places import scratch_folder
-from kvpager_bench.questions.attention import LAYERS, Case, Ours, passes, per_call
+from kvpager_bench.questions.attention import Case, Ours, passes
+from kvpager_bench.study import Asked, Option, Study, Table
 
 SHAPES = ("16/8/128", "32/8/128")
 CONTEXT = 32768
@@ -60,34 +61,29 @@ COLUMNS = (
 
 def saved_bytes(shape: str, dtype: str, threads: int) -> float:
     """Of a file of SAVED tokens, for each layer."""
-    ours = Ours(Case(shape, dtype, SAVED), threads)
-    try:
-        with scratch_folder() as folder:
-            path = folder / "text.kv"
-            ours.sequence.save(path)
-            return path.stat().st_size / ours.case.layers
-    finally:
-        ours.close()
+    with closing(Ours(Case(shape, dtype, SAVED), threads)) as ours, scratch_folder() as folder:
+        path = folder / "text.kv"
+        ours.sequence.save(path)
+        return path.stat().st_size / ours.case.layers
 
 
-def measure(shape: str, context: int, report: Report, threads: int, rounds: int) -> None:
-    memory = machine.MemoryReader(threads)
+def measure_shape(asked: Asked, shape: str, context: int) -> None:
+    """Every dtype by turns, and its files."""
+    report, memory = asked.report(), machine.MemoryReader()
     kept = [dtype for dtype in AIMS if dtype in KV_DTYPES]
     cases = {dtype: Case(shape, dtype, context) for dtype in (PLAIN, *kept)}
     subjects: dict[str, Subject] = {}
     with ExitStack() as stack:
         for dtype, case in cases.items():
-            ours = Ours(case, threads)
-            stack.callback(ours.close)
+            ours = stack.enter_context(closing(Ours(case, asked.threads)))
             attend = stack.enter_context(ours.rows(1))
             subjects[dtype] = Subject(passes(attend, case.layers))
-        timings = harness.interleave(
-            {**subjects, "memory": Subject(memory)}, runs=rounds, warm_up=2
-        )
+        turns = {**subjects, "memory": Subject(memory)}
+        timings = harness.interleave(turns, runs=asked.options.rounds, warm_up=2)
     bandwidth = memory.bytes / timings["memory"].median
-    each = {dtype: per_call(timings[dtype], case.layers) for dtype, case in cases.items()}
+    each = {dtype: timings[dtype].per(case.layers) for dtype, case in cases.items()}
     chunks = {dtype: case.layout(layers=1).chunk_bytes for dtype, case in cases.items()}
-    files = {dtype: saved_bytes(shape, dtype, threads) for dtype in cases}
+    files = {dtype: saved_bytes(shape, dtype, asked.threads) for dtype in cases}
     rates = {
         dtype: case.row_bytes * case.tokens(1) / each[dtype].median for dtype, case in cases.items()
     }
@@ -106,67 +102,39 @@ def measure(shape: str, context: int, report: Report, threads: int, rounds: int)
             chunk_bytes=chunks[dtype],
             file_bytes=files[dtype],
         )
+    peer, unit = f"K/V in {PLAIN}", "bytes a layer"
     for dtype in kept:
-        aim = AIMS[dtype]
-        what = f"{shape}, {dtype}"
-        report.compare(
-            f"decode attention at {harness.tokens_name(context)}, {what}",
-            ours=each[dtype].median * 1e3,
-            theirs=each[PLAIN].median * 1e3,
-            peer=f"K/V in {PLAIN}",
-            unit="ms",
-            aim=aim.faster,
-            lower_is_better=True,
-        )
-        report.compare(
-            f"decode attention at {harness.tokens_name(context)}, {what}",
-            ours=rates[dtype] * 1e-9,
-            theirs=bandwidth * 1e-9,
-            peer="memory bandwidth",
-            unit="GB/s",
-            aim=aim.of_bandwidth,
-        )
+        aim, what = AIMS[dtype], f"{shape}, {dtype}"
+        figure = f"decode attention at {harness.tokens_name(context)}, {what}"
+        times = each[dtype].median * 1e3, each[PLAIN].median * 1e3
+        report.compare(figure, *times, peer, "ms", aim.faster, lower_is_better=True)
+        gbs = rates[dtype] * 1e-9, bandwidth * 1e-9
+        report.compare(figure, *gbs, "memory bandwidth", "GB/s", aim.of_bandwidth)
         moved: dict[str, Mapping[str, float]] = {
             "of a chunk that is paged": chunks,
             "of a saved text, with summaries": files,
         }
         for name, size in moved.items():
+            sizes = size[dtype], size[PLAIN]
             report.compare(
-                f"bytes {name}, {what}",
-                ours=size[dtype],
-                theirs=size[PLAIN],
-                peer=f"K/V in {PLAIN}",
-                unit="bytes a layer",
-                aim=aim.smaller,
-                lower_is_better=True,
+                f"bytes {name}, {what}", *sizes, peer, unit, aim.smaller, lower_is_better=True
             )
-        print(
-            f"{shape}, {dtype}: {each[PLAIN].median / each[dtype].median:.2f} x {PLAIN}, "
-            f"{rates[dtype] / bandwidth:.2f} of the memory's bandwidth, "
-            f"{files[dtype] / files[PLAIN]:.3f} of its file",
-            flush=True,
-        )
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--shapes", type=harness.parse_list, help="q_heads/kv_heads/dim, ...")
-    parser.add_argument("--contexts", type=harness.parse_ints, help="tokens, multiples of 64")
-    arguments = parser.parse_args()
-    environment = harness.start(arguments)
-    shapes = arguments.shapes or SHAPES
-    contexts = arguments.contexts or ((2048,) if arguments.quick else (CONTEXT,))
-    report = Report(
-        harness.report_name("codes", arguments),
-        "What do keys and values in fewer bits save?",
-        COLUMNS,
-        settings={"shapes": list(shapes), "contexts": list(contexts), "layers": list(LAYERS)},
-        environment=environment,
-    )
-    for shape, context in itertools.product(shapes, contexts):
-        measure(shape, context, report, arguments.threads, 3 if arguments.quick else 21)
-    report.finish()
+def measure(asked: Asked) -> None:
+    for shape, context in itertools.product(asked.options.shapes, asked.options.contexts):
+        measure_shape(asked, shape, context)
 
+
+STUDY = Study(
+    measure,
+    (Table("codes", "What do keys and values in fewer bits save?", COLUMNS),),
+    (
+        Option("shapes", SHAPES, help="q_heads/kv_heads/dim, ..."),
+        Option("contexts", [CONTEXT], quick=[2048], help="tokens, multiples of 64"),
+        Option("rounds", 21, quick=3),
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

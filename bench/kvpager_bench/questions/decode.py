@@ -13,12 +13,9 @@ length, stock transformers with a full DynamicCache, and llama.cpp with its own 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +24,11 @@ import torch
 from transformers import DynamicCache
 
 from kvpager import Dense, Engine, PagerConfig, Session, TopK
-from kvpager.config import DEFAULT_SCORER
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Timing
+from kvpager_bench.module_clock import clocked
 from kvpager_bench.peers import llama
+from kvpager_bench.study import Asked, Option, Study, Table
 
 POOL_TOKENS = 4096
 CHUNKS = (
@@ -78,47 +76,21 @@ class Split:
     rest: float
 
 
-@dataclass
-class DecoderClock:
-    """Seconds inside the model's decoder, attention included."""
-
-    seconds: float = 0.0
-    started: list[float] = field(default_factory=list)
-
-    @contextmanager
-    def running(self, decoder: torch.nn.Module) -> Iterator[None]:
-        handles = [
-            decoder.register_forward_pre_hook(lambda *_: self.started.append(time.perf_counter())),
-            decoder.register_forward_hook(lambda *_: self._stop()),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _stop(self) -> None:
-        self.seconds += time.perf_counter() - self.started.pop()
-
-
-def decode_split(session: Session, steps: int) -> Split:
+def decode_split(engine: Engine, session: Session, steps: int) -> Split:
     """Decodes in a fork and splits the time of its steps."""
-    core = session.core
-    decoder = core.model.get_decoder()
-    clock = DecoderClock()
     seconds: list[float] = []
     parts: list[tuple[float, float, float, float]] = []
-    with session.fork() as fork, clock.running(decoder):
+    with session.fork() as fork, clocked([session.core.model.get_decoder()]) as clock:
         stream = fork.generate(WARM_UP_STEPS + steps + 1, eos=None, stream="tokens")
         for _ in range(WARM_UP_STEPS):
             next(stream)
         for _ in range(steps):
             clock.seconds = 0.0
-            before = core.pager.stats()
+            before = engine.stats()
             start = time.perf_counter()
             next(stream)
             seconds.append(time.perf_counter() - start)
-            after = core.pager.stats()
+            after = engine.stats()
             if after["forwards"] != before["forwards"] + 1:
                 raise harness.MissingNumberError("a decode step was not one forward")
             spent = {name: after[name] - before[name] for name in after if "seconds_" in name}
@@ -165,7 +137,7 @@ def measure_ours(
             harness.require_deterministic(
                 lambda: next_logits(session), f"{selection}, {tokens} tokens"
             )
-            splits[tokens] = decode_split(session, steps)
+            splits[tokens] = decode_split(engine, session, steps)
         return splits, engine.stats(), engine.layout
 
 
@@ -186,18 +158,18 @@ def measure_stock(model: Any, contexts: list[int], steps: int, layout: Any) -> d
     return timings
 
 
-def measure_shape(shape: str, arguments: argparse.Namespace, report: Report) -> None:
+def measure_shape(asked: Asked, shape: str) -> None:
+    """Selected, dense, transformers and llama.cpp, one after the other."""
     model = subjects.load_model(shape, layers=LAYERS)
-    contexts = arguments.contexts
-    topk, stats, layout = measure_ours(model, contexts, arguments.steps, TopK(chunks=CHUNKS))
-    print(f"{shape}: selected", flush=True)
-    dense, _, _ = measure_ours(model, contexts, max(4, arguments.steps // 3), Dense())
-    print(f"{shape}: dense", flush=True)
-    stock = measure_stock(model, contexts, max(4, arguments.steps // 3), layout)
+    contexts, steps = asked.options.contexts, asked.options.steps
+    few, report = max(4, steps // 3), asked.report()
+    topk, stats, layout = measure_ours(model, contexts, steps, TopK(chunks=CHUNKS))
+    dense, _, _ = measure_ours(model, contexts, few, Dense())
+    stock = measure_stock(model, contexts, few, layout)
     peer: dict[int, Timing] = {}
-    if not llama.missing() and not arguments.quick:
+    if not llama.missing() and not asked.quick:
         peer = llama.decode(
-            llama.shape_of(model), contexts, threads=arguments.threads, tokens=16, runs=3
+            llama.shape_of(model), contexts, threads=asked.threads, tokens=16, runs=3
         )
     for tokens in contexts:
         ours, full, step = topk[tokens], dense[tokens], topk[tokens].steps.median
@@ -221,94 +193,70 @@ def measure_shape(shape: str, arguments: argparse.Namespace, report: Report) -> 
             llama_tokens_per_s=1 / peer[tokens].median if peer else harness.NOT_APPLICABLE,
             summary_share=100 * stats["summary_bytes_per_chunk"] / stats["chunk_bytes"],
         )
-        print(
-            f"{shape} {tokens}: {step * 1e3:.2f} ms, stock {stock[tokens].median * 1e3:.2f} ms",
-            flush=True,
-        )
 
 
 def judge(report: Report, shape: str) -> None:
     """Puts each promise beside its peer."""
     rows = [row for row in report.rows if row["shape"] == shape]
     first, last = rows[0], rows[-1]
-    name = harness.tokens_name(int(report.number(last, "context")))
+    far, near = (harness.tokens_name(int(report.number(row, "context"))) for row in (last, first))
     report.compare(
-        f"decode attention at {name} over that at "
-        f"{harness.tokens_name(int(report.number(first, 'context')))}, 4K selected, {shape}",
-        ours=report.number(last, "attention_ms"),
-        theirs=report.number(first, "attention_ms"),
-        peer="kvpager, short context",
-        unit="ms",
-        aim=FLAT,
+        f"decode attention at {far} over that at {near}, 4K selected, {shape}",
+        report.number(last, "attention_ms"),
+        report.number(first, "attention_ms"),
+        "kvpager, short context",
+        "ms",
+        FLAT,
         lower_is_better=True,
     )
     report.compare(
-        f"scan beside full attention at {name}, {shape}",
-        ours=report.number(last, "scan_ms"),
-        theirs=report.number(last, "dense_attention_ms"),
-        peer="kvpager, dense",
-        unit="ms",
-        aim=SCAN_AIM,
+        f"scan beside full attention at {far}, {shape}",
+        report.number(last, "scan_ms"),
+        report.number(last, "dense_attention_ms"),
+        "kvpager, dense",
+        "ms",
+        SCAN_AIM,
         lower_is_better=True,
     )
     for row in rows:
-        context = int(report.number(row, "context"))
+        context, ours = int(report.number(row, "context")), report.number(row, "tokens_per_s")
+        figure = f"decode at {harness.tokens_name(context)}, 4K selected, {shape}"
         aim = 1.0 if context >= AHEAD_FROM.get(shape, FAR) else None
-        for column, peer in (("transformers", "transformers"), ("llama", llama.title())):
-            theirs = row[f"{column}_tokens_per_s"]
-            if theirs == harness.NOT_APPLICABLE:
-                continue
-            promised = column == "transformers"
-            report.compare(
-                f"decode at {harness.tokens_name(context)}, 4K selected, {shape}",
-                ours=report.number(row, "tokens_per_s"),
-                theirs=float(theirs),
-                peer=peer,
-                unit="tokens/s",
-                aim=(FAR_AIM if context >= FAR and shape != subjects.SHIPPED else aim)
-                if promised
-                else None,
-            )
+        if context >= FAR and shape != subjects.SHIPPED:
+            aim = FAR_AIM
+        theirs = report.number(row, "transformers_tokens_per_s")
+        report.compare(figure, ours, theirs, "transformers", "tokens/s", aim)
+        if row["llama_tokens_per_s"] != harness.NOT_APPLICABLE:
+            theirs = report.number(row, "llama_tokens_per_s")
+            report.compare(figure, ours, theirs, llama.title(), "tokens/s")
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--shapes", type=harness.parse_list, default=list(subjects.SHAPES))
-    parser.add_argument("--contexts", type=harness.parse_ints)
-    parser.add_argument("--steps", type=int, default=24)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps = 6
-    arguments.contexts = arguments.contexts or (
-        [2048, 4096]
-        if arguments.quick
-        else [8192, 16384, 32768, 65536, FAR]
-        if arguments.full
-        else [8192, 32768, FAR]
-    )
-    record = harness.start(arguments)
-    report = Report(
-        harness.report_name("decode", arguments),
-        f"Decode with {POOL_TOKENS} tokens attended to, split into its parts",
-        COLUMNS,
-        {
-            "shapes": arguments.shapes,
-            "layers": LAYERS,  # of gqa8
-            "chunks": CHUNKS,
-            "pool_tokens": POOL_TOKENS,
-            "scorer": DEFAULT_SCORER,
-            "steps": arguments.steps,
-            "rows": PagerConfig(pool_tokens=POOL_TOKENS).resolve_rows(),
-        },
-        record,
-    )
+def measure(asked: Asked) -> None:
     if reason := llama.missing():
-        report.skip(llama.title(), reason)
-    for shape in arguments.shapes:
-        measure_shape(shape, arguments, report)
-        judge(report, shape)
-    report.finish()
+        asked.report().skip(llama.title(), reason)
+    for shape in asked.options.shapes:
+        measure_shape(asked, shape)
+        judge(asked.report(), shape)
 
+
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "decode", f"Decode with {POOL_TOKENS} tokens attended to, split into its parts", COLUMNS
+        ),
+    ),
+    (
+        Option("shapes", subjects.SHAPES),
+        Option("contexts", [8192, 32768, FAR], [2048, 4096], [8192, 16384, 32768, 65536, FAR]),
+        Option("steps", 24, quick=6),
+    ),
+    {
+        "layers": LAYERS,  # of gqa8
+        "chunks": CHUNKS,
+        "pool_tokens": POOL_TOKENS,
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -17,7 +17,6 @@ that share nothing, so that nothing is equal because it was kept; its K/V are co
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +26,13 @@ import numpy as np
 import torch
 
 from kvpager import Agreement, Engine, PagerConfig, Session
-from kvpager.needles import NeedleTask
+from kvpager.cli.needles import NeedleTask
 from kvpager.sampling import Sampling
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report
 from kvpager_bench.plain_transformers import PeerRoute, compare_with_transformers, prefix_tokens
+from kvpager_bench.study import Asked, Option, Study, Table
 
 REUSE, DECODE = "prefix reuse", "one-token decode"
 TEXTS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.0, seed=1)}
@@ -100,7 +100,7 @@ class OurRoute:
             raise harness.MissingNumberError(
                 f"{self.name}: one side holds K/V of {actual.committed} tokens, the other {tokens}"
             )
-        for layer in range(expected.core.layout.layers):
+        for layer in range(expected.core.facts.layout.layers):
             theirs = expected.sequence.read_kv(layer, 0, tokens)
             for a, b in zip(actual.sequence.read_kv(layer, 0, tokens), theirs):
                 self.kv += compare_bits(a, b, f"K/V of layer {layer}")
@@ -181,24 +181,16 @@ def through_kvpager(
     return reuse, decode
 
 
-def measure(
-    report: Report, subject: str, text: str, model: Any, arguments: argparse.Namespace
-) -> None:
-    prompts = make_prompts(subject, model, arguments.prompts)
+def measure_text(asked: Asked, subject: str, text: str, model: Any) -> None:
+    o, report = asked.options, asked.report()
+    prompts = make_prompts(subject, model, o.prompts)
     sampling = TEXTS[text]
-    peer = compare_with_transformers(
-        model, prompts, new_tokens=arguments.new_tokens, sampling=sampling
-    )
-    ours = through_kvpager(model, prompts, sampling, arguments.new_tokens, arguments.rows)
-    for theirs in peer.routes:
+    peer = compare_with_transformers(model, prompts, new_tokens=o.new_tokens, sampling=sampling)
+    ours = through_kvpager(model, prompts, sampling, o.new_tokens, o.rows)
+    for theirs in peer:
         add_row(report, subject, text, "transformers", theirs)
     for mine in ours:
         add_row(report, subject, text, "kvpager", mine)
-    print(
-        f"{subject} {text}: forks in transformers "
-        + ", ".join(f"{route.forks} of {route.prompts} ({route.name})" for route in peer.routes),
-        flush=True,
-    )
 
 
 def add_row(report: Report, subject: str, text: str, by: str, route: PeerRoute | OurRoute) -> None:
@@ -256,71 +248,36 @@ def judge(report: Report) -> None:
     )
 
 
-def compact(report: Report) -> str:
-    """Markdown for a page that has room for little."""
-    tokens = report.settings["new_tokens"]
-    lines = [
-        f"| {report.settings['prompts']} prompts, texts of {tokens} tokens | "
-        + " | ".join(
-            f"{by}, {way}: texts that fork; logits that differ"
-            for by in ("transformers", "kvpager")
-            for way in (REUSE, DECODE)
-        )
-        + " |",
-        "|---" * 5 + "|",
-    ]
-    for subject, text in dict.fromkeys((row["subject"], row["text"]) for row in report.rows):
-        cells = [
-            f"{row['forks']}; {report.number(row, 'differing_share'):.2g}%"
-            for row in report.rows
-            if (row["subject"], row["text"]) == (subject, text)
-        ]
-        lines.append(f"| {subject}, {text} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument(
-        "--subjects",
-        type=harness.parse_list,
-        default=["untied-bf16", "untied-fp32", "shipped-bf16", "shipped-fp32"],
-    )
-    parser.add_argument("--texts", type=harness.parse_list, default=list(TEXTS))
-    parser.add_argument("--prompts", type=int, default=30)
-    parser.add_argument("--new-tokens", type=int, default=40)
-    parser.add_argument("--rows", type=int, help="M of kvpager; by default what it chooses")
-    parser.add_argument("--compact", action="store_true", help="print the last run in short")
-    arguments = parser.parse_args()
-    name = harness.report_name("exactness", arguments)
-    if arguments.compact:
-        print(compact(harness.load_report(harness.results_dir() / f"{name}.json")))
-        return
-    if arguments.quick:
-        arguments.subjects, arguments.texts = ["shipped-bf16"], ["greedy"]
-        arguments.prompts, arguments.new_tokens = 4, 8
-    record = harness.start(arguments)
-    report = Report(
-        name,
-        "What exactness is worth: reuse and decode against one prefill of the same tokens",
-        COLUMNS,
-        {
-            "prompts": arguments.prompts,
-            "new_tokens": arguments.new_tokens,
-            "texts": {name: vars(TEXTS[name]) for name in arguments.texts},
-            "transformers_attention": "sdpa",
-            "rows": arguments.rows or "default",
-        },
-        record,
-    )
-    for subject in arguments.subjects:
+def measure(asked: Asked) -> None:
+    for subject in asked.options.subjects:
         model = subjects.load_model(subject)
-        for text in arguments.texts:
-            measure(report, subject, text, model, arguments)
-    judge(report)
-    report.finish()
-    print("\n" + compact(report))
+        for text in asked.options.texts:
+            measure_text(asked, subject, text, model)
+    judge(asked.report())
 
+
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "exactness",
+            "What exactness is worth: reuse and decode against one prefill of the same tokens",
+            COLUMNS,
+        ),
+    ),
+    (
+        Option(
+            "subjects",
+            ["untied-bf16", "untied-fp32", "shipped-bf16", "shipped-fp32"],
+            quick=["shipped-bf16"],
+        ),
+        Option("texts", list(TEXTS), quick=["greedy"], among=TEXTS),
+        Option("prompts", 30, quick=4),
+        Option("new-tokens", 40, quick=8),
+        Option("rows", None, help="M of kvpager; by default what it chooses", kind=int),
+    ),
+    {"transformers_attention": "sdpa"},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

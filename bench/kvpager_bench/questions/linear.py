@@ -13,22 +13,17 @@ its weights and that; "of_limit" is this limit beside "core_us". Model: a model 
 shape of Qwen3-0.6B with random weights decodes behind a short prompt, and computes a prompt on
 memory that prompts before it used: an engine with kvpager's products, one that reads compressed
 copies of its weights, one with torch's products, and transformers over the same weights, by turns;
-"of_reading" is the time of reading the weights once, as they are, beside that of a step. "Beside
-Python" they decode while another thread runs Python without pause, as a server's do that parses or
-tokenizes: who takes the interpreter's lock again in a step waits for it each time. llama.cpp
+"of_reading" is the time of reading the weights once, as they are, beside that of a step. llama.cpp
 decodes with weights of the same shape and dtype in a process of its own, behind the prompt and
 behind a long context of random K/V, all of which either attends to.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,12 +32,13 @@ import torch
 from transformers import DynamicCache
 
 from kvpager import Engine, Session, _core
-from kvpager.execution.operations import Memory, Op, step
-from kvpager.execution.workers import new_workers
-from kvpager.hf.linear import product
+from kvpager._model.seam.linear import product
+from kvpager._runtime.execution.operations import Memory, Op, step
+from kvpager._runtime.execution.workers import new_workers
 from kvpager_bench import harness, machine, subjects
 from kvpager_bench.harness import Column, Report, Subject, Timing
 from kvpager_bench.peers import llama
+from kvpager_bench.study import Asked, Option, Study, Table
 
 PARTS = ("products", "model")
 SHAPES = ((1024, 3072), (3072, 1024), (1024, 1024))  # (depth, outputs)
@@ -53,7 +49,6 @@ PROMPTS_BEFORE = 7  # that are not timed: as many as it takes to have used all m
 POOL_TOKENS = 2048
 HOST_BYTES = 192 << 20
 STEPS = 8  # tokens of a turn
-ROUNDS_BESIDE = 2  # of one token each, which takes transformers 20 s beside a thread of Python
 FEW_ROWS = 16  # whose products are bound by reading weights
 CONTEXTS = (8192,)  # of random K/V, beside llama.cpp
 OF_MEMORY = 0.9  # aim of a few rows
@@ -110,7 +105,7 @@ def in_program(
 def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> None:
     kind = subjects.DTYPES[dtype]
     workers = new_workers(threads)
-    memory = machine.MemoryReader(threads)
+    memory = machine.MemoryReader()
     for depth, outputs in SHAPES:
         weight_bytes = depth * outputs * kind.itemsize
         copies = max(2, MATRICES_BYTES // weight_bytes)
@@ -162,43 +157,24 @@ def measure_products(dtype: str, report: Report, threads: int, rounds: int) -> N
             )
             what = f"linear layer of {depth} to {outputs}, {rows} rows, {dtype}"
             if rows == max(ROWS):
-                report.compare(
-                    what,
-                    ours=ours * 1e6,
-                    theirs=theirs * 1e6,
-                    peer="torch",
-                    unit="us",
-                    aim=OF_TORCH,
-                    lower_is_better=True,
-                )
+                us = ours * 1e6, theirs * 1e6
+                report.compare(what, *us, "torch", "us", OF_TORCH, lower_is_better=True)
             if rows == 1:
-                report.compare(
-                    what,
-                    ours=weight_bytes / alone * 1e-9,
-                    theirs=bandwidth * 1e-9,
-                    peer="memory bandwidth",
-                    unit="GB/s",
-                    aim=OF_MEMORY,
-                )
+                gbs = weight_bytes / alone * 1e-9, bandwidth * 1e-9
+                report.compare(what, *gbs, "memory bandwidth", "GB/s", OF_MEMORY)
                 if unpacked:
-                    report.compare(
-                        f"{what}, compressed weights",
-                        ours=unpacked * 1e6,
-                        theirs=alone * 1e6,
-                        peer="the weights as they are",
-                        unit="us",
-                        aim=None,
-                        lower_is_better=True,
-                    )
-            print(f"{what}: {theirs / ours:.2f} x torch", flush=True)
+                    us = unpacked * 1e6, alone * 1e6
+                    figure, peer = f"{what}, compressed weights", "the weights as they are"
+                    report.compare(figure, *us, peer, "us", lower_is_better=True)
 
 
+STOCK, MODULES = "transformers", "kvpager, module by module"
 COMPRESSED = "kvpager, compressed weights"
 # Engines by what is said of them: their options.
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "kvpager": {"linear": "kvpager"},
     COMPRESSED: {"linear": "kvpager", "compress_weights": True},
-    "kvpager, module by module": {"linear": "kvpager", "graphs": False},
+    MODULES: {"linear": "kvpager", "graphs": False},
     "torch": {"linear": "torch"},
 }
 
@@ -209,34 +185,15 @@ def started(model: Any, options: Mapping[str, Any], proofs: str) -> tuple[Engine
     proofs: the folder of those that it remembers, empty before the first start.
     """
     with mock.patch.dict(os.environ, {"KVPAGER_CACHE": proofs}):
-        begun = time.perf_counter()
-        engine = Engine(model, pool_tokens=POOL_TOKENS, host_bytes=HOST_BYTES, **options)
-        return engine, time.perf_counter() - begun
+        make = partial(Engine, model, pool_tokens=POOL_TOKENS, host_bytes=HOST_BYTES, **options)
+        seconds, engine = harness.timed(make)
+        return engine, seconds
 
 
 def said(name: str) -> str:
     """Of an engine: "kvpager's products, module by module"."""
     whose, *how = name.split(", ")
     return ", ".join([f"{whose}'s products", *how])
-
-
-@contextmanager
-def python_beside() -> Iterator[None]:
-    """Another thread runs Python without pause as long as the block does."""
-    ended = threading.Event()
-
-    def work() -> None:
-        number = 0
-        while not ended.is_set():
-            number = (number * 3 + 1) % 1_000_003
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def decoded_far(model: Any, context: int, rounds: int) -> Timing:
@@ -248,8 +205,7 @@ def decoded_far(model: Any, context: int, rounds: int) -> Timing:
         session = engine.session()
         subjects.inject(session.sequence, engine.layout, context)
         turn = Subject(partial(session.generate, STEPS, eos=None))
-        found = harness.interleave({"far": turn}, runs=rounds, warm_up=1)["far"]
-    return Timing(tuple(seconds / STEPS for seconds in found.runs))
+        return harness.interleave({"far": turn}, runs=rounds, warm_up=1)["far"].per(STEPS)
 
 
 def stock_steps(model: Any, cache: DynamicCache, steps: int) -> None:
@@ -259,12 +215,14 @@ def stock_steps(model: Any, cache: DynamicCache, steps: int) -> None:
 
 def prompt_time(compute: Callable[[int], object], rounds: int) -> Timing:
     """Of a prompt that is another one each time."""
-    seconds = []
-    for number in range(PROMPTS_BEFORE + rounds):
-        begun = time.perf_counter()
-        compute(number)
-        seconds.append(time.perf_counter() - begun)
+    seconds = [
+        harness.timed(partial(compute, number))[0] for number in range(PROMPTS_BEFORE + rounds)
+    ]
     return Timing(tuple(seconds[PROMPTS_BEFORE:]))
+
+
+def stock_prompt(model: Any, number: int) -> None:
+    subjects.stock_prefill(model, subjects.random_ids(model, PROMPT, seed=number + 1))
 
 
 def computed(engine: Engine, number: int) -> None:
@@ -275,7 +233,7 @@ def computed(engine: Engine, number: int) -> None:
 def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer: bool) -> None:
     model = subjects.load_model(f"0.6b-{dtype}")
     weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
-    memory = machine.MemoryReader(threads)
+    memory = machine.MemoryReader()
     engines: dict[str, Engine] = {}
     starts: dict[str, tuple[Any, float]] = {}
     with ExitStack() as stack, torch.inference_mode():
@@ -297,108 +255,47 @@ def measure_model(dtype: str, report: Report, threads: int, rounds: int, *, peer
         stock = subjects.beside(model)
         cache, _ = subjects.stock_prefill(stock, ids)
 
-        def decoding(name: str, steps: int) -> Subject:
-            if name == "transformers":
-                return Subject(partial(stock_steps, stock, cache, steps))
-            return Subject(partial(sessions[name].generate, steps, eos=None))
-
-        turns = {name: decoding(name, STEPS) for name in (*engines, "transformers")}
-        turns["memory"] = Subject(memory)
-        found = harness.interleave(turns, runs=rounds, warm_up=1)
-        slow = {name: decoding(name, 1) for name in ("kvpager", "transformers")}
-        with python_beside():
-            beside = harness.interleave(slow, runs=ROUNDS_BESIDE, warm_up=0)
-        prompts = {
-            name: prompt_time(partial(computed, engine), rounds) for name, engine in engines.items()
-        }
-
-        def stock_prompt(number: int) -> None:
-            subjects.stock_prefill(stock, subjects.random_ids(model, PROMPT, seed=number + 1))
-
-        prompts["transformers"] = prompt_time(stock_prompt, rounds)
+        turns = {n: Subject(partial(s.generate, STEPS, eos=None)) for n, s in sessions.items()}
+        turns[STOCK] = Subject(partial(stock_steps, stock, cache, STEPS))
+        found = harness.interleave({**turns, "memory": Subject(memory)}, runs=rounds, warm_up=1)
+        prompts = {n: prompt_time(partial(computed, one), rounds) for n, one in engines.items()}
+        prompts[STOCK] = prompt_time(partial(stock_prompt, stock), rounds)
     reading = weight_bytes * found["memory"].median / memory.bytes
-    steps = {name: found[name].median / STEPS for name in (*engines, "transformers")}
+    steps = {name: found[name].median / STEPS for name in turns}
     for name, seconds in steps.items():
-        known = starts.get(name)
+        start, restart = starts.get(name, (harness.NOT_APPLICABLE, harness.NOT_APPLICABLE))
         report.add(
             dtype=dtype,
-            subject=name if name == "transformers" else f"engine, {said(name)}",
+            subject=name if name == STOCK else f"engine, {said(name)}",
             tokens_per_s=1 / seconds,
-            over_transformers=steps["transformers"] / seconds,
+            over_transformers=steps[STOCK] / seconds,
             of_reading=reading / seconds,
             prompt_s=prompts[name].median,
-            start_s=known[0] if known else harness.NOT_APPLICABLE,
-            restart_s=known[1] if known else harness.NOT_APPLICABLE,
+            start_s=start,
+            restart_s=restart,
             spread=found[name].spread,
-        )
-        print(
-            f"{dtype} {name}: {1 / seconds:.2f} tokens/s, {reading / seconds:.2f} of reading",
-            flush=True,
         )
     judge(report, dtype, steps, reading, prompts)
-    judge_beside(report, dtype, steps["kvpager"], beside)
-    report.compare(
-        f"second start of an engine, {dtype}",
-        ours=starts["kvpager"][1],
-        theirs=starts["kvpager"][0],
-        peer="its first",
-        unit="s",
-        aim=None,
-        lower_is_better=True,
-    )
-    if peer:
-        shape = llama.shape_of(model)
-        del stock, engines, sessions
-        ours = {PROMPT: steps["kvpager"]}
-        for context in CONTEXTS:
-            ours[context] = decoded_far(model, context, rounds).median
-        del model
-        decoded = llama.decode(shape, list(ours), threads=threads, tokens=STEPS, runs=rounds)
-        for context, step in ours.items():
-            near = context == PROMPT
-            report.compare(
-                f"decode, {dtype}" if near else f"decode behind {context} tokens, {dtype}",
-                ours=1 / step,
-                theirs=1 / decoded[context].median,
-                peer=llama.title(),
-                unit="tokens/s",
-                aim=LLAMA_AIM if near else LLAMA_AIM_FAR,
-            )
-        report.compare(
-            f"decode, compressed weights, {dtype}",
-            ours=1 / steps[COMPRESSED],
-            theirs=1 / decoded[PROMPT].median,
-            peer=llama.title(),
-            unit="tokens/s",
-            aim=None,
-        )
-
-
-def judge_beside(report: Report, dtype: str, alone: float, found: Mapping[str, Timing]) -> None:
-    """Adds what decodes beside a thread of Python. alone: seconds of our step without."""
-    beside = {name: timing.median for name, timing in found.items()}
-    for name, seconds in beside.items():
-        engine = name if name == "transformers" else f"engine, {said(name)}"
-        report.add(
-            dtype=dtype,
-            subject=f"{engine}, beside Python",
-            tokens_per_s=1 / seconds,
-            over_transformers=beside["transformers"] / seconds,
-            of_reading=harness.NOT_APPLICABLE,
-            prompt_s=harness.NOT_APPLICABLE,
-            start_s=harness.NOT_APPLICABLE,
-            restart_s=harness.NOT_APPLICABLE,
-            spread=found[name].spread,
-        )
-    for peer, theirs in (("transformers", beside["transformers"]), ("kvpager alone", alone)):
-        report.compare(
-            f"decode beside a thread of Python, {dtype}",
-            ours=1 / beside["kvpager"],
-            theirs=1 / theirs,
-            peer=peer,
-            unit="tokens/s",
-            aim=None,
-        )
+    restarts = starts["kvpager"][1], starts["kvpager"][0]
+    figure = f"second start of an engine, {dtype}"
+    report.compare(figure, *restarts, "its first", "s", lower_is_better=True)
+    if not peer:
+        return
+    shape = llama.shape_of(model)
+    del stock, engines, sessions, turns
+    ours = {PROMPT: steps["kvpager"]}
+    for context in CONTEXTS:
+        ours[context] = decoded_far(model, context, rounds).median
+    del model
+    decoded = llama.decode(shape, list(ours), threads=threads, tokens=STEPS, runs=rounds)
+    for context, ours_s in ours.items():
+        near = context == PROMPT
+        figure = f"decode, {dtype}" if near else f"decode behind {context} tokens, {dtype}"
+        rates = 1 / ours_s, 1 / decoded[context].median
+        aim = LLAMA_AIM if near else LLAMA_AIM_FAR
+        report.compare(figure, *rates, llama.title(), "tokens/s", aim)
+    rates = 1 / steps[COMPRESSED], 1 / decoded[PROMPT].median
+    report.compare(f"decode, compressed weights, {dtype}", *rates, llama.title(), "tokens/s")
 
 
 def judge(
@@ -409,72 +306,56 @@ def judge(
     prompts: Mapping[str, Timing],
 ) -> None:
     """Puts the model's times beside their peers'."""
-    ours = 1 / steps["kvpager"]
-    for peer, theirs, aim in (
-        ("transformers", 1 / steps["transformers"], None),
-        ("kvpager, torch's products", 1 / steps["torch"], None),
-        ("kvpager, module by module", 1 / steps["kvpager, module by module"], None),
-        ("reading the weights", 1 / reading, OF_READING),
+    for figure, ours, peer, theirs, aim in (
+        ("decode", "kvpager", STOCK, steps[STOCK], None),
+        ("decode", "kvpager", "kvpager, torch's products", steps["torch"], None),
+        ("decode", "kvpager", MODULES, steps[MODULES], None),
+        ("decode", "kvpager", "reading the weights", reading, OF_READING),
+        ("decode, compressed weights", COMPRESSED, STOCK, steps[STOCK], DECODE_AIM[dtype]),
+        ("decode, compressed weights", COMPRESSED, "kvpager", steps["kvpager"], None),
+        (
+            "decode, compressed weights",
+            COMPRESSED,
+            "reading the weights as they are",
+            reading,
+            None,
+        ),
     ):
-        report.compare(
-            f"decode, {dtype}", ours=ours, theirs=theirs, peer=peer, unit="tokens/s", aim=aim
-        )
-    for peer, theirs, aim in (
-        ("transformers", 1 / steps["transformers"], DECODE_AIM[dtype]),
-        ("kvpager", ours, None),
-        ("reading the weights as they are", 1 / reading, None),
-    ):
-        report.compare(
-            f"decode, compressed weights, {dtype}",
-            ours=1 / steps[COMPRESSED],
-            theirs=theirs,
-            peer=peer,
-            unit="tokens/s",
-            aim=aim,
-        )
-    for name, peer, aim in (
-        ("torch", "kvpager, torch's products", 1.0),
-        ("transformers", "transformers", None),
-    ):
-        report.compare(
-            f"a prompt of {PROMPT} tokens, {dtype}",
-            ours=prompts["kvpager"].median,
-            theirs=prompts[name].median,
-            peer=peer,
-            unit="s",
-            aim=aim,
-            lower_is_better=True,
-        )
+        rates = 1 / steps[ours], 1 / theirs
+        report.compare(f"{figure}, {dtype}", *rates, peer, "tokens/s", aim)
+    for name, peer, aim in (("torch", "kvpager, torch's products", 1.0), (STOCK, STOCK, None)):
+        seconds = prompts["kvpager"].median, prompts[name].median
+        figure = f"a prompt of {PROMPT} tokens, {dtype}"
+        report.compare(figure, *seconds, peer, "s", aim, lower_is_better=True)
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--parts", type=harness.parse_list, default=list(PARTS))
-    parser.add_argument("--dtypes", type=harness.parse_list, default=["bf16", "fp32"])
-    arguments: argparse.Namespace = parser.parse_args()
-    environment = harness.start(arguments)
-    rounds = 3 if arguments.quick else 7
-    for part in arguments.parts:
-        report = Report(
-            harness.report_name("linear" if part == "products" else "linear_model", arguments),
-            "What do linear layers cost?"
-            if part == "products"
-            else "What does a model cost with kvpager's linear layers?",
-            PRODUCTS if part == "products" else MODEL,
-            {"dtypes": arguments.dtypes, "rows": list(ROWS), "prompt": PROMPT, "steps": STEPS},
-            environment,
-        )
-        peer = part == "model" and not arguments.quick
-        if peer and (reason := llama.missing()):
-            report.skip(llama.title(), reason)
-            peer = False
-        for dtype in arguments.dtypes:
-            if part == "products":
-                measure_products(dtype, report, arguments.threads, rounds)
-            else:
-                measure_model(dtype, report, arguments.threads, rounds, peer=peer)
-        report.finish()
+def measure(asked: Asked) -> None:
+    o = asked.options
+    for dtype in o.dtypes if "products" in o.parts else ():
+        measure_products(dtype, asked.report("linear"), asked.threads, o.rounds)
+    if "model" not in o.parts:
+        return
+    report, reason = asked.report("linear_model"), llama.missing()
+    if reason and not asked.quick:
+        report.skip(llama.title(), reason)
+    for dtype in o.dtypes:
+        peer = not (asked.quick or reason)
+        measure_model(dtype, report, asked.threads, o.rounds, peer=peer)
 
+
+STUDY = Study(
+    measure,
+    (
+        Table("linear", "What do linear layers cost?", PRODUCTS),
+        Table("linear_model", "What does a model cost with kvpager's linear layers?", MODEL),
+    ),
+    (
+        Option("parts", PARTS, among=PARTS),
+        Option("dtypes", ["bf16", "fp32"]),
+        Option("rounds", 7, quick=3),
+    ),
+    {"rows": list(ROWS), "prompt": PROMPT, "steps": STEPS},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

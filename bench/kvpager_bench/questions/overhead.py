@@ -1,4 +1,4 @@
-"""What an engine adds to the forwards of the model itself, and where a warm first token goes.
+"""What an engine adds to the forwards of the model itself.
 
     kvpager bench overhead
     kvpager bench overhead -- --full
@@ -15,27 +15,21 @@ prefill.
 
 Differences of a few per cent are smaller than what a shared machine does to a single run, so the
 runs of one round follow each other, and ratios are of each side's fastest run; medians are in the
-table. Memory is touched before it is timed: what a first touch costs is in the second table, the
-first token of a restored turn in a fresh process, split into its parts, and the same turn again.
+table. Memory is touched before it is timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvpager import Engine, PagerConfig, Session, TopK
+from kvpager import Engine, PagerConfig, Session
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
-from kvpager_bench.places import scratch_folder
+from kvpager_bench.study import Asked, Option, Study, Table
 
 CHUNK_TOKENS = 64
 POOL_BLOCKS = 40  # open chunks of all sessions, and a forward's
@@ -46,10 +40,6 @@ PACKED_PROMPT = 24  # tokens of each; with what is decoded, less than a chunk
 PACKED_TOKENS = CHUNK_TOKENS - PACKED_PROMPT - 1
 WARM_UP = 2
 UNTIMED = WARM_UP + 4  # tokens: two begin a generation, one is taken apart
-SECONDS = ("seconds_attend", "seconds_scan", "seconds_write", "seconds_seal")
-WARM_CONTEXT = 32768
-WARM_POOL_TOKENS = 2048
-WARM_CHUNKS = 32
 PREFILL_AIM, DECODE_AIM = 1 / 1.05, 1 / 1.10
 
 COLUMNS = (
@@ -63,24 +53,6 @@ COLUMNS = (
     Column("bare_fastest_ms", "ms"),
     Column("overhead", "%", optional=True),
     Column("ours_spread", "(max-min)/median", 2),
-    Column("attention_ms", "ms"),
-    Column("scan_ms", "ms"),
-    Column("write_ms", "ms"),
-    Column("seal_ms", "ms"),
-)
-
-WARM_COLUMNS = (
-    Column("turn", text=True),
-    Column("context", "tokens"),
-    Column("restore_ms", "ms"),
-    Column("summaries_ms", "ms"),
-    Column("chunks_ms", "ms"),
-    Column("scan_ms", "ms"),
-    Column("attention_ms", "ms"),
-    Column("model_ms", "ms"),
-    Column("rest_ms", "ms"),
-    Column("first_token_ms", "ms"),
-    Column("read_mib", "MiB"),
 )
 
 
@@ -119,14 +91,14 @@ class Bare:
 class Ours:
     """An engine over the same weights, and what it does one forward at a time."""
 
-    def __init__(self, model: Any, chunk_bytes: Callable[[int], int]) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.engine = Engine(
             model,
             PagerConfig(
                 pool_tokens=POOL_BLOCKS * CHUNK_TOKENS,
                 chunk_tokens=CHUNK_TOKENS,
-                host_bytes=HOST_CHUNKS * chunk_bytes(CHUNK_TOKENS),
+                host_bytes=HOST_CHUNKS * CHUNK_TOKENS * subjects.token_bytes(model),
             ),
         )
         self._drawn = 0
@@ -218,18 +190,13 @@ def stock_decoding(model: Any) -> Subject:
     return Subject(call)
 
 
-def measure(work: Work, shape: str, engine: Engine, report: Report) -> None:
+def measure_work(work: Work, shape: str, report: Report) -> None:
     timed = {"bare": work.bare, "ours": work.ours}
     if work.stock is not None:
         timed["transformers"] = work.stock
     timings = harness.interleave(timed, runs=work.runs, warm_up=WARM_UP)
-    work.ours.before()
-    before = engine.stats()
-    work.ours.call()
-    after = engine.stats()
     ours, bare = timings["ours"], timings["bare"]
     stock = timings.get("transformers")
-    parts = {name: 1e3 * (after[name] - before[name]) for name in SECONDS}
     report.add(
         shape=shape,
         work=work.name,
@@ -241,179 +208,36 @@ def measure(work: Work, shape: str, engine: Engine, report: Report) -> None:
         bare_fastest_ms=1e3 * bare.fastest,
         overhead=100 * (ours.fastest / bare.fastest - 1),
         ours_spread=ours.spread,
-        attention_ms=parts["seconds_attend"],
-        scan_ms=parts["seconds_scan"],
-        write_ms=parts["seconds_write"],
-        seal_ms=parts["seconds_seal"],
     )
-    report.compare(
-        f"{work.name}, {shape}",
-        ours=1e3 * ours.fastest,
-        theirs=1e3 * bare.fastest,
-        peer=f"bare forward of {work.rows} rows",
-        unit="ms",
-        aim=work.aim,
-        lower_is_better=True,
-    )
+    figure, mine = f"{work.name}, {shape}", 1e3 * ours.fastest
+    peer = f"bare forward of {work.rows} rows"
+    report.compare(figure, mine, 1e3 * bare.fastest, peer, "ms", work.aim, lower_is_better=True)
     if stock is not None:
-        report.compare(
-            f"{work.name}, {shape}",
-            ours=1e3 * ours.fastest,
-            theirs=1e3 * stock.fastest,
-            peer="transformers",
-            unit="ms",
-            aim=None,
-            lower_is_better=True,
-        )
-    print(
-        f"{shape} {work.name}: {1e3 * ours.fastest:.2f} ms, bare {1e3 * bare.fastest:.2f} ms",
-        flush=True,
-    )
+        theirs = 1e3 * stock.fastest
+        report.compare(figure, mine, theirs, "transformers", "ms", lower_is_better=True)
 
 
-def measure_shape(shape: str, arguments: argparse.Namespace, report: Report) -> None:
-    model = subjects.load_model(shape, layers=arguments.layers)
-    config, element = model.config, model.dtype.itemsize
-    token_bytes = 2 * config.num_key_value_heads * subjects.head_dim(config) * element
-    bare = Bare(subjects.beside(model))
-    ours = Ours(model, lambda tokens: tokens * config.num_hidden_layers * token_bytes)
-    with ours.engine:
-        ours.warm()
-        for work in works(ours, bare, arguments.runs, full=arguments.full):
-            measure(work, shape, ours.engine, report)
+def measure(asked: Asked) -> None:
+    for shape in asked.options.shapes:
+        model = subjects.load_model(shape, layers=asked.options.layers)
+        bare = Bare(subjects.beside(model))
+        ours = Ours(model)
+        with ours.engine:
+            ours.warm()
+            for work in works(ours, bare, asked.options.runs, full=asked.full):
+                measure_work(work, shape, asked.report())
 
 
-# A warm turn, in a process of its own.
-
-
-def warm_configuration() -> PagerConfig:
-    return PagerConfig(pool_tokens=WARM_POOL_TOKENS, selection=TopK(chunks=WARM_CHUNKS))
-
-
-def warm_prompt(context: int) -> tuple[Any, Any]:
-    """A document, and it with a question after it."""
-    asked = subjects.questions(context, 4, seed=1, quiet=512)
-    return asked.document.ids, np.concatenate([asked.document.ids, asked.prompts[0]])
-
-
-def save_turn(path: Path, context: int) -> None:
-    document, _ = warm_prompt(context)
-    with Engine(subjects.load_model(subjects.SHIPPED), warm_configuration()) as engine:
-        session = engine.session()
-        session.prefill(document)
-        session.save(path)
-
-
-def work_turns(task: dict[str, Any]) -> list[dict[str, float]]:
-    """The first turn of this process, and the same once more with other memory warmed by it."""
-    torch.set_num_threads(task["threads"])
-    _, prompt = warm_prompt(task["context"])
-    engine = Engine(subjects.load_model(subjects.SHIPPED), warm_configuration())
-    begin, spent = engine.pager.begin, [0.0]
-
-    def timed_begin(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return begin(*arguments)
-        finally:
-            spent[0] += time.perf_counter() - start
-
-    engine.pager.begin = timed_begin  # type: ignore[assignment,method-assign]
-    turns = []
-    for _ in range(2):
-        spent[0] = 0.0
-        before, start = engine.stats(), time.perf_counter()
-        session = engine.restore(task["path"])
-        restored = time.perf_counter()
-        session.prefill(prompt)
-        next(session.generate(1, stream="tokens"))
-        end = time.perf_counter()
-        after = engine.stats()
-        taken = {name: after[name] - before[name] for name in after if name in WARM_PARTS}
-        model = taken["seconds_forward"] - taken["seconds_attention"] - spent[0]
-        parts = {
-            "restore_ms": restored - start,
-            "summaries_ms": spent[0],
-            "chunks_ms": taken["seconds_load"],
-            "scan_ms": taken["seconds_scan"],
-            "attention_ms": taken["seconds_attend"],
-            "model_ms": model,
-        }
-        parts["rest_ms"] = end - start - sum(parts.values())
-        parts["first_token_ms"] = end - start
-        turns.append(
-            {name: 1e3 * seconds for name, seconds in parts.items()}
-            | {"read_mib": taken["snapshot_bytes_read"] / 2**20}
-        )
-        session.close()
-    return turns
-
-
-WARM_PARTS = frozenset(
-    {"seconds_forward", "seconds_attention", "seconds_load", "seconds_scan", "seconds_attend"}
-    | {"snapshot_bytes_read"}
+STUDY = Study(
+    measure,
+    (Table("overhead", "What an engine adds to the bare forwards of the same model", COLUMNS),),
+    (
+        Option("shapes", ["gqa8-bf16", "gqa8-fp32"], quick=["gqa8-bf16"]),
+        Option("layers", 4, quick=1, full=8, help="of the shapes"),
+        Option("runs", 24, 2, 32, "twice as many of a lone step, half of a prefill"),
+    ),
+    {"chunk_tokens": CHUNK_TOKENS, "context": CONTEXT},
 )
 
-
-def measure_warm(arguments: argparse.Namespace, report: Report) -> None:
-    with scratch_folder() as folder:
-        path = folder / "turn.kvp"
-        save_turn(path, arguments.context)
-        task = {"path": str(path), "context": arguments.context, "threads": arguments.threads}
-        runs = [
-            harness.run_worker("kvpager_bench.questions.overhead", task)["turns"]
-            for _ in range(arguments.processes)
-        ]
-    for at, name in enumerate(("first of its process", "again")):
-        middle = sorted((run[at] for run in runs), key=lambda turn: turn["first_token_ms"])
-        report.add(turn=name, context=arguments.context, **middle[len(middle) // 2])
-
-
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--shapes", type=harness.parse_list, default=["gqa8-bf16", "gqa8-fp32"])
-    parser.add_argument("--layers", type=int, help="of the shapes")
-    parser.add_argument("--runs", type=int, help="twice as many of a lone step, half of a prefill")
-    parser.add_argument("--context", type=int, help="of the warm turn")
-    parser.add_argument("--processes", type=int, help="that the warm turn is timed in")
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps({"turns": work_turns(json.loads(arguments.worker))}))
-        return
-    size = 0 if arguments.quick else 2 if arguments.full else 1
-    arguments.layers = arguments.layers or (1, 4, 8)[size]
-    arguments.runs = arguments.runs or (2, 24, 32)[size]
-    arguments.context = arguments.context or (2048, WARM_CONTEXT, WARM_CONTEXT)[size]
-    arguments.processes = arguments.processes or (1, 3, 7)[size]
-    if arguments.quick:
-        arguments.shapes = arguments.shapes[:1]
-    record = harness.start(arguments)
-    report = Report(
-        harness.report_name("overhead", arguments),
-        "What an engine adds to the bare forwards of the same model",
-        COLUMNS,
-        {
-            "chunk_tokens": CHUNK_TOKENS,
-            "context": CONTEXT,
-            "layers": arguments.layers,
-            "runs": arguments.runs,
-        },
-        record,
-    )
-    for shape in arguments.shapes:
-        measure_shape(shape, arguments, report)
-    report.finish()
-    warm = Report(
-        harness.report_name("overhead_warm", arguments),
-        "Where the first token after a restore goes, in a fresh process",
-        WARM_COLUMNS,
-        {"shape": subjects.SHIPPED, "processes": arguments.processes},
-        record,
-    )
-    measure_warm(arguments, warm)
-    warm.finish()
-
-
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -6,9 +6,9 @@
 `Engine.run` completes 1 to 128 prompts at a time with forwards of at most M rows: short prompts of
 one length, and mixed ones. Beside it, in the same turns: stock transformers' `generate` on a batch
 padded on the left and its `generate_batch`, which is continuous batching, with as many tokens to a
-forward and room for all requests; and, once per kind of prompts, `run` and `generate` on one prompt
-after the other. Time is from the call to the last token, prefill included; tokens are those that
-were generated.
+forward and room for all requests; and, once per kind of prompts, `run` on one prompt after
+the other. Time is from the call to the last token, prefill included; tokens are those that were
+generated.
 
 Bits: tokens, log-probabilities and K/V of what was packed are compared with those of the same
 prompt run alone in another engine. For transformers the texts are compared in the same way.
@@ -16,7 +16,6 @@ prompt run alone in another engine. For transformers the texts are compared in t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -29,10 +28,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvpager import Engine, PagerConfig
 from kvpager.config import DEFAULT_ROWS
-from kvpager.requests.completion import RequestCompletion
+from kvpager.requests.request import RequestCompletion
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column, Report, Subject, Timing
+from kvpager_bench.study import Asked, Option, Study, Table
 
 SHORT, MIXED = "short", "mixed"
 SHORT_TOKENS = 32
@@ -57,7 +57,6 @@ COLUMNS = (
     Column("first_token_s", "s, median"),
     Column("one_by_one_tokens_per_s", "1/s"),
     Column("transformers_batch_tokens_per_s", "1/s"),
-    Column("transformers_one_by_one_tokens_per_s", "1/s"),
     Column("over_transformers_batch", "x"),
     Column("transformers_continuous_tokens_per_s", "1/s"),
     Column("over_transformers_continuous", "x"),
@@ -141,7 +140,7 @@ def compare(packed: Sequence[RequestCompletion], alone: Sequence[RequestCompleti
         a, b = mine.session, reference.session
         assert a is not None
         assert b is not None
-        for layer in range(a.core.layout.layers):
+        for layer in range(a.core.facts.layout.layers):
             ours = a.sequence.read_kv(layer, 0, a.committed)
             for x, y in zip(ours, b.sequence.read_kv(layer, 0, b.committed)):
                 total += compare_bits(x, y, f"{where}: K/V of layer {layer}")
@@ -175,13 +174,6 @@ class Batched:
             eos_token_id=None,
         )
         self.texts = out[:, longest:].tolist()
-
-    def run_one_by_one(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
-        texts = []
-        for prompt in prompts:
-            self.run([prompt], new_tokens)
-            texts += self.texts
-        self.texts = texts
 
 
 class Continuous:
@@ -224,45 +216,39 @@ class Continuous:
 
 @dataclass(frozen=True)
 class Alone:
-    """Prompts run one after the other, by us and by transformers."""
+    """Prompts run one after the other, by us, and transformers' texts of them."""
 
     ours: Packed
     rate: float
     texts: list[list[int]]
-    stock_rate: float
 
 
-def measure_alone(kind: str, ours: Packed, stock: Batched, arguments: argparse.Namespace) -> Alone:
+def measure_alone(kind: str, ours: Packed, stock: Batched, o: Any) -> Alone:
     model = ours.engine.model
-    prompts = draw_prompts(kind, model, min(arguments.alone, max(arguments.sessions)), seed=1)
-    tokens = len(prompts) * arguments.new_tokens
+    prompts = draw_prompts(kind, model, min(o.alone, max(o.sessions)), seed=1)
+    tokens = len(prompts) * o.new_tokens
     unseen = draw_prompts(kind, model, 1, seed=0)
-    ours.run(unseen, arguments.new_tokens)
+    ours.run(unseen, o.new_tokens)
     ours.drop()
-    stock.run(unseen, arguments.new_tokens)
-    timings = harness.interleave(
-        {
-            "ours": Subject(lambda: ours.run(prompts, arguments.new_tokens, together=False)),
-            "stock": Subject(lambda: stock.run_one_by_one(prompts, arguments.new_tokens)),
-        },
-        runs=1,
-        warm_up=0,
-    )
-    ours.require_whole(arguments.new_tokens)
-    return Alone(
-        ours, tokens / timings["ours"].median, stock.texts, tokens / timings["stock"].median
-    )
+    stock.run(unseen, o.new_tokens)
+    seconds, _ = harness.timed(lambda: ours.run(prompts, o.new_tokens, together=False))
+    ours.require_whole(o.new_tokens)
+    texts = []
+    for prompt in prompts:
+        stock.run([prompt], o.new_tokens)
+        texts += stock.texts
+    return Alone(ours, tokens / seconds, texts)
 
 
-def measure_kind(report: Report, kind: str, model: Any, arguments: argparse.Namespace) -> None:
-    config = PagerConfig(pool_tokens=POOL_TOKENS, rows=arguments.rows, host_bytes=0)
+def measure_kind(report: Report, kind: str, model: Any, o: Any) -> None:
+    config = PagerConfig(pool_tokens=POOL_TOKENS, rows=o.rows, host_bytes=0)
     stock = Batched(subjects.beside(model))
-    continuous = Continuous(model, arguments.rows)
+    continuous = Continuous(model, o.rows)
     with Engine(model, config, salt="alone") as one, Engine(model, config, salt="packed") as many:
-        alone = measure_alone(kind, Packed(one), stock, arguments)
+        alone = measure_alone(kind, Packed(one), stock, o)
         packed = Packed(many)
-        for sessions in arguments.sessions:
-            measure_sessions(report, kind, sessions, packed, stock, continuous, alone, arguments)
+        for sessions in o.sessions:
+            measure_sessions(report, kind, sessions, packed, stock, continuous, alone, o)
 
 
 def measure_sessions(
@@ -273,14 +259,14 @@ def measure_sessions(
     stock: Batched,
     continuous: Continuous,
     alone: Alone,
-    arguments: argparse.Namespace,
+    o: Any,
 ) -> None:
-    model, new_tokens = packed.engine.model, arguments.new_tokens
+    model, new_tokens = packed.engine.model, o.new_tokens
     continuous.run(draw_prompts(kind, model, sessions, seed=100 * sessions), new_tokens)
     # The compared run comes last; those before it have prompts that are not cached.
     fresh = iter(
         draw_prompts(kind, model, sessions, seed=seed)
-        for seed in (*(100 * sessions + run for run in range(2, arguments.runs + 1)), 1)
+        for seed in (*(100 * sessions + run for run in range(2, o.runs + 1)), 1)
     )
     turn: list[Prompt] = []
 
@@ -290,7 +276,7 @@ def measure_sessions(
         turn = next(fresh)
 
     turns: list[dict[str, Timing]] = []
-    for _ in range(arguments.runs):
+    for _ in range(o.runs):
         draw()
         taken = harness.interleave(
             {
@@ -324,7 +310,6 @@ def measure_sessions(
         first_token_s=statistics.median(first for first in firsts if first is not None),
         one_by_one_tokens_per_s=alone.rate,
         transformers_batch_tokens_per_s=tokens / batch.median,
-        transformers_one_by_one_tokens_per_s=alone.stock_rate,
         over_transformers_batch=batch.median / timing.median,
         transformers_continuous_tokens_per_s=tokens / paged.median,
         over_transformers_continuous=paged.median / timing.median,
@@ -339,19 +324,9 @@ def measure_sessions(
     packed.drop()
     for how, seconds in (("a padded batch", batch.median), ("continuous batching", paged.median)):
         if sessions in JUDGED:
-            report.compare(
-                f"{sessions} {kind} prompts at a time, {arguments.subject} of {LAYERS} layers",
-                ours=tokens / timing.median,
-                theirs=tokens / seconds,
-                peer=f"transformers, {how}",
-                unit="tokens/s",
-                aim=AHEAD,
-            )
-    print(
-        f"{kind} {sessions}: {tokens / timing.median:.1f} tokens/s, transformers "
-        f"{tokens / batch.median:.1f}, with continuous batching {tokens / paged.median:.1f}",
-        flush=True,
-    )
+            rates = tokens / timing.median, tokens / seconds
+            figure = f"{sessions} {kind} prompts at a time, {o.subject} of {LAYERS} layers"
+            report.compare(figure, *rates, f"transformers, {how}", "tokens/s", AHEAD)
 
 
 def judge(report: Report, kind: str, rows: int) -> None:
@@ -373,43 +348,29 @@ def judge(report: Report, kind: str, rows: int) -> None:
     )
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--subject", default="gqa8-bf16", help="a model of subjects.py")
-    parser.add_argument("--kinds", type=harness.parse_list, default=[SHORT, MIXED])
-    parser.add_argument(
-        "--sessions", type=harness.parse_ints, default=[1, 2, 4, 8, 16, 32, 64, 128]
-    )
-    parser.add_argument("--rows", type=int, default=DEFAULT_ROWS["cpu"][0], help="M")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--alone", type=int, default=6, help="prompts run one after the other")
-    parser.add_argument("--runs", type=int, default=2)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.subject, arguments.sessions = subjects.SHIPPED, [1, 2, 8]
-        arguments.rows, arguments.new_tokens, arguments.runs = 16, 8, 1
-    record = harness.start(arguments)
-    report = Report(
-        harness.report_name("packing", arguments),
-        f"Sessions packed into forwards of {arguments.rows} rows",
-        COLUMNS,
-        {
-            "subject": arguments.subject,
-            "layers": LAYERS,
-            "rows": arguments.rows,
-            "new_tokens": arguments.new_tokens,
-            "short_tokens": SHORT_TOKENS,
-            "mixed_tokens": list(MIXED_TOKENS),
-            "runs": arguments.runs,
-        },
-        record,
-    )
-    model = subjects.load_model(arguments.subject, layers=LAYERS)
-    for kind in arguments.kinds:
-        measure_kind(report, kind, model, arguments)
-        judge(report, kind, arguments.rows)
-    report.finish()
+def measure(asked: Asked) -> None:
+    o, report = asked.options, asked.report()
+    model = subjects.load_model(o.subject, layers=LAYERS)
+    for kind in o.kinds:
+        measure_kind(report, kind, model, o)
+        judge(report, kind, o.rows)
 
+
+KINDS = (SHORT, MIXED)
+STUDY = Study(
+    measure,
+    (Table("packing", "Sessions packed into forwards of {rows} rows", COLUMNS),),
+    (
+        Option("subject", "gqa8-bf16", subjects.SHIPPED, help="a model of subjects.py"),
+        Option("kinds", KINDS, among=KINDS),
+        Option("sessions", [1, 2, 4, 8, 16, 32, 64, 128], [1, 2, 8]),
+        Option("rows", DEFAULT_ROWS["cpu"][0], 16, help="M"),
+        Option("new-tokens", 32, 8),
+        Option("alone", 6, help="prompts run one after the other"),
+        Option("runs", 2, 1),
+    ),
+    {"layers": LAYERS, "short_tokens": SHORT_TOKENS, "mixed_tokens": list(MIXED_TOKENS)},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

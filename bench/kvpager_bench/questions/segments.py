@@ -1,70 +1,206 @@
-"""The quality of repaired stitched documents, and their time to the first token.
+"""The time to the first token over cached documents in a new order, repaired.
 
     kvpager bench segments
-    kvpager bench segments -- --prompts 200 --lengths 4096,16384    # what is published
+    kvpager bench segments -- --lengths 4096,16384    # what is published
 
-"segments" asks questions that no document answers alone (two_hop.py): a value is defined in one
-document and referred to in another, and the model that was trained on it takes the first hop
-while it reads the second document. Documents are cached alone, put together in another order for
-every prompt, and repaired by each policy; beside each stands a full prefill of the same prompt. An
-answer counts if the greedy tokens are the expected ones. Logits are those of its first token.
-
-Cost is counted in rows of the model. A probe, with which a policy finds out what to repair, is
-among them. Rows are given as if nobody had computed the system prompt before.
-
-"segments_first_token" times the first token over documents of which every repetition has fresh
-ones (stitched_turns.py), on the same model and on a larger one with random weights: what that
-computes is meaningless, what it costs is not.
+The clock runs from the look-up to the first token, and no way was ever warmed with the text it is
+measured on: every repetition has documents and a question of its own. That its documents are
+cached as segments, and the system prompt in every way but the cold one, is what the comparison
+takes for granted; it is done before the clock starts. Texts are random: what is computed is
+meaningless, what it costs is not. Rows of a probe, with which a policy finds out what to repair,
+are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from kvpager_bench import harness, repairs, stitched_quality, stitched_turns, subjects
-from kvpager_bench.harness import NOT_APPLICABLE, Cell, Column, Report
-from kvpager_bench.repairs import Outcome, Way
-from kvpager_bench.stitched_quality import Answers
-from kvpager_bench.stitched_turns import COLD, FLOOR, PREFIX, STITCHED
+from kvpager import Engine, PagerConfig, Session
+from kvpager.segments import DEFAULT_REPAIR, NoRepair, RepairPolicy, Stitched
+from kvpager_bench import harness, subjects
+from kvpager_bench.harness import Column, MissingNumberError, Report, Timing, timed
+from kvpager_bench.study import Asked, Option, Study, Table
 
-QUALITY, FIRST_TOKEN = "quality", "first-token"
-PARTS = (QUALITY, FIRST_TOKEN)
-CONTEXT = 1024
-PER_SET = 4  # prompts over the same documents
-PROMPTS = 64  # of the suite; what is published has 200
-SHARES = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
-RECOVERED = 0.9  # of the gap between no repair and a full prefill, by the default
 FASTER = 3.0  # times, at FASTER_FROM tokens and more
 FASTER_FROM = 16384
-SHAPES = (subjects.TWO_HOP, "untied-fp32")  # of first tokens
+COLD = "full prefill"
+PREFIX = "prefix caching"
+FLOOR = "stitched, no repair"
+STITCHED = "stitched, default repair"
+WAYS = (COLD, PREFIX, FLOOR, STITCHED)
+CHUNK_TOKENS = 64
+SYSTEM_SHARE = 16  # the system prompt is this part of the text
+DOCUMENT_TOKENS = 1024  # on average; there are 8 at least
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Text:
+    """documents: in the order in which they stand. All ids int32."""
+
+    documents: tuple[Ids, ...]
+    question: Ids
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn in one way; seconds of its parts are within `seconds`, and 0 where it has no such.
+
+    assemble_s: of `Engine.assemble`; probe_s: of that, what the policy took to choose.
+    recomputed, moved: tokens of segments.
+    """
+
+    seconds: float
+    rows: int
+    assemble_s: float = 0.0
+    probe_s: float = 0.0
+    probe_rows: float = 0.0
+    recomputed: int = 0
+    moved: int = 0
+
+
+class Timed:
+    """A repair policy that also says how long it took to choose."""
+
+    def __init__(self, policy: RepairPolicy) -> None:
+        self.policy = policy
+        self.seconds = 0.0
+
+    def choose(self, text: Stitched) -> npt.NDArray[np.bool_]:
+        """What the policy chooses."""
+        seconds, chosen = timed(lambda: self.policy.choose(text))
+        self.seconds += seconds
+        mask: npt.NDArray[np.bool_] = chosen
+        return mask
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
+
+
+def document_count(context: int) -> int:
+    """Of a text."""
+    return max(8, context // DOCUMENT_TOKENS)
+
+
+def lengths(context: int, generator: np.random.Generator) -> tuple[int, list[int]]:
+    """Tokens of the system prompt, and of documents that fill the rest; no two need be equal."""
+    system = max(32, context // SYSTEM_SHARE)
+    shares = generator.uniform(0.6, 1.4, document_count(context))
+    sizes = np.floor(shares / shares.sum() * (context - system)).astype(int)
+    sizes[-1] += context - system - int(sizes.sum())
+    return system, [int(size) for size in sizes]
+
+
+def texts(model: Any, context: int, seed: int) -> tuple[Ids, Iterator[Text]]:
+    """A system prompt, and texts of `context` tokens with it, without end; question on top."""
+    generator = np.random.default_rng(seed)
+    vocab = int(model.config.vocab_size)
+
+    def random(count: int) -> Ids:
+        return generator.integers(8, vocab, count, dtype=np.int32)
+
+    def made() -> Iterator[Text]:
+        while True:
+            yield Text(tuple(map(random, lengths(context, generator)[1])), random(16))
+
+    return random(lengths(context, generator)[0]), made()
+
+
+class Turntable:
+    """One engine whose ways share nothing but the model: each has a salt, or is new every time."""
+
+    def __init__(self, model: Any, context: int, system: Ids) -> None:
+        room = -(-(4 * context + 4096) // CHUNK_TOKENS) * CHUNK_TOKENS
+        self.engine = Engine(model, PagerConfig(pool_tokens=room, chunk_tokens=CHUNK_TOKENS))
+        self.context = context
+        self._system = system
+        self._colds = 0
+        # They keep the system prompt cached.
+        self._held = [self._salted(PREFIX), self.engine.session()]
+        for session in self._held:
+            session.prefill(system)
+
+    def round(self, text: Text, first: int = 0) -> dict[str, Turn]:
+        """One turn in every way, beginning with the way of this number."""
+        names = [
+            self.engine.cache_segment(ids, name=f"document-{i}").name
+            for i, ids in enumerate(text.documents)
+        ]
+        ways: dict[str, Callable[[], Turn]] = {
+            COLD: lambda: self._prefilled(text, None),
+            PREFIX: lambda: self._prefilled(text, PREFIX),
+            FLOOR: lambda: self._stitched(text, names, NoRepair()),
+            STITCHED: lambda: self._stitched(text, names, DEFAULT_REPAIR),
+        }
+        turns = {}
+        for way in (*WAYS[first:], *WAYS[:first]):
+            gc.collect()
+            turns[way] = ways[way]()
+        for name in names:
+            self.engine.segments.remove(name)
+        return {way: turns[way] for way in WAYS}
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _prefilled(self, text: Text, salt: str | None) -> Turn:
+        if salt is None:
+            self._colds += 1
+            salt = f"cold {self._colds}"
+        ids = np.concatenate([self._system, *text.documents, text.question])
+        start = time.perf_counter()
+        with self._salted(salt) as session:
+            session.prefill(ids)
+            next(session.generate(1, eos=None, stream="tokens"))
+            seconds = time.perf_counter() - start
+            return Turn(seconds, session.tokens_computed)
+
+    def _stitched(self, text: Text, names: list[str], repair: RepairPolicy) -> Turn:
+        policy = Timed(repair)
+        start = time.perf_counter()
+        with self.engine.assemble([self._system, *names, text.question], repair=policy) as session:
+            assembled = time.perf_counter() - start
+            next(session.generate(1, eos=None, stream="tokens"))
+            seconds = time.perf_counter() - start
+            report = session.assembly
+        if report is None:
+            raise MissingNumberError("an assembled session has no report")
+        tokens = sum(map(len, text.documents))
+        return Turn(
+            seconds,
+            report.rows,
+            assembled,
+            policy.seconds,
+            float(report.probe_rows),
+            tokens - report.moved,
+            report.moved,
+        )
+
+    def _salted(self, salt: str) -> Session:
+        return self.engine.adopt(self.engine.pager.sequence(salt=salt))
+
+
+def rounds_of(model: Any, context: int, runs: int, seed: int) -> list[dict[str, Turn]]:
+    """All ways, taking turns over `runs` texts after one to warm up with."""
+    system, drawn = texts(model, context, seed)
+    table = Turntable(model, context, system)
+    try:
+        table.round(next(drawn))
+        return [table.round(next(drawn), run % len(WAYS)) for run in range(runs)]
+    finally:
+        table.close()
+
 
 COLUMNS = (
-    Column("context", "tokens"),
-    Column("policy", text=True),
-    Column("share", "% asked for", optional=True),
-    Column("prompts"),
-    Column("recomputed", "% of documents"),
-    Column("rows"),
-    Column("probe_rows"),
-    Column("cost", "% of a full prefill's rows"),
-    Column("exact_match", "%"),
-    Column("exact_match_se", "%", digits=2),
-    Column("recovered", "% of the gap", optional=True),
-    Column("recovered_se", "%", digits=2, optional=True),
-    Column("kl", "nats"),
-    Column("kl_se", "nats", digits=2),
-    Column("mean_error"),
-    Column("mean_error_se", digits=2),
-    Column("max_error"),
-    Column("change", "of mean_error", digits=2, optional=True),
-    Column("change_se", digits=2, optional=True),
-    Column("same_bits", "prompts"),
-)
-FIRST_TOKEN_COLUMNS = (
     Column("shape", text=True),
     Column("context", "tokens"),
     Column("documents"),
@@ -82,241 +218,79 @@ FIRST_TOKEN_COLUMNS = (
 )
 
 
-def measure_quality(
-    model: Any, context: int, prompts: int, shares: Sequence[float], seed: int, report: Report
-) -> None:
-    """A row per way, all of the same prompts."""
-
-    def said(done: int) -> None:
-        print(f"{context} tokens: {done} of {prompts} prompts", flush=True)
-
-    ways = repairs.ways(shares)
-    add_quality(
-        report,
-        context,
-        stitched_quality.measure(model, context, prompts // PER_SET, PER_SET, ways, seed, said),
-    )
-
-
-def add_quality(report: Report, context: int, answers: Answers) -> None:
+def add_rows(report: Report, shape: str, context: int, rounds: Sequence[dict[str, Turn]]) -> None:
     """A row per way."""
-    told = answers.told
-    full = np.asarray(answers.full, dtype=np.float64)
-    unrepaired = told[Way(repairs.NONE)]
-    none = repairs.column(unrepaired, "right")
-    rows_of_full = repairs.column(told[Way(repairs.FULL)], "rows").mean()
-    before: dict[str, Sequence[Outcome]] = {}
-    for way, outcomes in told.items():
+    cold = statistics.median(turns[COLD].seconds for turns in rounds)
+    for way in WAYS:
+        turns = [each[way] for each in rounds]
+        timing = Timing(tuple(turn.seconds for turn in turns))
 
-        def mean(name: str, outcomes: Sequence[Outcome] = outcomes) -> float:
-            return float(repairs.column(outcomes, name).mean())
+        def median(name: str, turns: Sequence[Turn] = turns) -> float:
+            return float(statistics.median(getattr(turn, name) for turn in turns))
 
-        right = repairs.column(outcomes, "right")
-        exact_match = repairs.estimate(100 * right, PER_SET)
-        kl = repairs.estimate(repairs.column(outcomes, "kl"), PER_SET)
-        error = repairs.estimate(repairs.column(outcomes, "mean_error"), PER_SET)
-        recovered = repairs.recovered(right, none, full, PER_SET)
-        change = None
-        if way.share is not None:
-            change = repairs.step(before.get(way.policy, unrepaired), outcomes, PER_SET)
-            before[way.policy] = outcomes
-        report.add(
-            context=context,
-            policy=way.policy,
-            share=NOT_APPLICABLE if way.share is None else 100 * way.share,
-            prompts=len(outcomes),
-            recomputed=100 * mean("recomputed") / (mean("recomputed") + mean("moved")),
-            rows=mean("rows"),
-            probe_rows=mean("probe_rows"),
-            cost=100 * (mean("rows") + mean("probe_rows")) / rows_of_full,
-            exact_match=exact_match.mean,
-            exact_match_se=exact_match.error,
-            recovered=NOT_APPLICABLE if recovered is None else 100 * recovered.mean,
-            recovered_se=NOT_APPLICABLE if recovered is None else 100 * recovered.error,
-            kl=kl.mean,
-            kl_se=kl.error,
-            mean_error=error.mean,
-            mean_error_se=error.error,
-            max_error=mean("max_error"),
-            change=change.mean if change else NOT_APPLICABLE,
-            change_se=change.error if change else NOT_APPLICABLE,
-            same_bits=int(mean("same_bits") * len(outcomes) + 0.5),
-        )
-
-
-def judge_quality(report: Report) -> None:
-    """Verdicts on every context: bits, growth, and the default beside other policies."""
-    for context in dict.fromkeys(int(report.number(row, "context")) for row in report.rows):
-        rows = [row for row in report.rows if row["context"] == context]
-        at = harness.tokens_name(context)
-        whole = [row for row in rows if row["recomputed"] == 100]
-        report.judge(
-            f"{at}: with everything recomputed the logits are a full prefill's to the bit",
-            bool(whole) and all(row["same_bits"] == row["prompts"] for row in whole),
-            ", ".join(f"{row['policy']} {row['same_bits']} of {row['prompts']}" for row in whole),
-        )
-        for family in repairs.FAMILIES:
-            _judge_growth(report, at, [row for row in rows if row["policy"] == family])
-        named = {str(row["policy"]): row for row in rows if row["share"] == NOT_APPLICABLE}
-        default = named[repairs.DEFAULT]
-        if default["recovered"] != NOT_APPLICABLE:
-            report.judge(
-                f"{at}: the default repair recovers {RECOVERED:.0%} of the exact matches that are "
-                "lost without repair",
-                report.number(default, "recovered") >= 100 * RECOVERED,
-                f"{default['recovered']:.1f} ± {default['recovered_se']:.1f}% by "
-                f"{default['recomputed']:.1f}% of the tokens; "
-                + "; ".join(
-                    f"{name} {named[name]['recovered']:.1f}%"
-                    for name in (repairs.TAIL_TOKENS, repairs.TAIL_ROWS, repairs.TAIL_16)
-                ),
-            )
-        for peer in (repairs.FULL, repairs.TAIL_TOKENS, repairs.TAIL_ROWS, repairs.TAIL_16):
-            for name, unit, lower in (("exact_match", "%", False), ("kl", "nats", True)):
-                ours, theirs = (report.number(row, name) for row in (default, named[peer]))
-                if ours > 0 and theirs > 0:
-                    report.compare(
-                        f"{'KL' if lower else 'exact match'} after the default repair, {at}",
-                        ours=ours,
-                        theirs=theirs,
-                        peer="full prefill" if peer == repairs.FULL else peer,
-                        unit=unit,
-                        aim=RECOVERED if peer == repairs.FULL and not lower else None,
-                        lower_is_better=lower,
-                    )
-
-
-def _judge_growth(report: Report, at: str, rows: Sequence[Mapping[str, Cell]]) -> None:
-    """Whether no step to a larger share makes the mean error larger, by a standard error."""
-    steps = [
-        (report.number(row, "change"), report.number(row, "change_se"), row["share"])
-        for row in rows
-    ]
-    grown = [f"to {share:g}%: {by:+.2g} ± {error:.1g}" for by, error, share in steps if by > error]
-    report.judge(
-        f"{at}: the mean error does not grow with the share recomputed ({rows[0]['policy']})",
-        not grown,
-        "; ".join(grown) or f"{len(steps)} steps, none up by more than its standard error",
-    )
-
-
-def measure_first_token(
-    shape: str, model: Any, context: int, runs: int, seed: int, report: Report
-) -> None:
-    """A row per way."""
-    told = stitched_turns.measure(shape, model, context, runs, seed)
-    cold = told[COLD].timing.median
-    documents = stitched_turns.document_count(context)
-    for way, turns in told.items():
-        timing = turns.timing
-        recomputed, moved = turns.median("recomputed"), turns.median("moved")
+        recomputed, moved = median("recomputed"), median("moved")
         report.add(
             shape=shape,
             context=context,
-            documents=documents,
+            documents=document_count(context),
             way=way,
-            runs=runs,
+            runs=len(rounds),
             first_token_ms=1e3 * timing.median,
             fastest_ms=1e3 * timing.fastest,
             slowest_ms=1e3 * timing.slowest,
-            assemble_ms=1e3 * turns.median("assemble_s"),
-            probe_ms=1e3 * turns.median("probe_s"),
-            rows=turns.median("rows"),
-            probe_rows=turns.median("probe_rows"),
+            assemble_ms=1e3 * median("assemble_s"),
+            probe_ms=1e3 * median("probe_s"),
+            rows=median("rows"),
+            probe_rows=median("probe_rows"),
             recomputed=100 * recomputed / (recomputed + moved) if moved else 100.0,
             faster=cold / timing.median,
         )
-        print(f"{shape}, {context} tokens, {way}: {1e3 * timing.median:.1f} ms", flush=True)
 
 
-def judge_first_token(report: Report) -> None:
+def judge(report: Report) -> None:
     """Stitched beside computing all of it, and beside what a prefix cache can keep."""
     rows = {(row["shape"], row["context"], row["way"]): row for row in report.rows}
     for (shape, context, way), row in rows.items():
         if way != STITCHED:
             continue
-        at = f"{harness.tokens_name(int(context))} of cached documents, {shape}"
+        figure = f"first token of {harness.tokens_name(int(context))} of cached documents, {shape}"
         for peer in (COLD, PREFIX, FLOOR):
-            aims = peer == COLD and int(context) >= FASTER_FROM
-            report.compare(
-                f"first token of {at}",
-                ours=report.number(row, "first_token_ms"),
-                theirs=report.number(rows[shape, context, peer], "first_token_ms"),
-                peer=peer,
-                unit="ms",
-                aim=FASTER if aims else None,
-                lower_is_better=True,
-            )
+            aim = FASTER if peer == COLD and int(context) >= FASTER_FROM else None
+            theirs = report.number(rows[shape, context, peer], "first_token_ms")
+            ours = report.number(row, "first_token_ms")
+            report.compare(figure, ours, theirs, peer, "ms", aim, lower_is_better=True)
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--parts", type=harness.parse_list, default=list(PARTS))
-    parser.add_argument("--contexts", type=harness.parse_ints, help="tokens, of quality")
-    parser.add_argument("--prompts", type=int, help=f"of quality, a multiple of {PER_SET}")
-    parser.add_argument("--lengths", type=harness.parse_ints, help="tokens, of first tokens")
-    parser.add_argument("--shapes", type=harness.parse_list, help="of first tokens")
-    parser.add_argument("--runs", type=int, default=5, help="of first tokens")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    if unknown := [part for part in arguments.parts if part not in PARTS]:
-        parser.error(f"--parts has {unknown[0]!r}; expected some of {', '.join(PARTS)}")
-    quick, full = arguments.quick, arguments.full
-    prompts = arguments.prompts or (2 * PER_SET if quick else PROMPTS)
-    if prompts < 2 * PER_SET or prompts % PER_SET:
-        parser.error(f"--prompts is {prompts}; expected {2 * PER_SET} or more of {PER_SET} each")
-    record = harness.start(arguments)
-    shapes = arguments.shapes or ([subjects.TWO_HOP] if quick else list(SHAPES))
-    contexts = arguments.contexts or ([CONTEXT, 4096] if full else [CONTEXT])
-    lengths = arguments.lengths or (
-        [2048] if quick else [4096, 16384, 32768] if full else [FASTER_FROM]
-    )
-    shares = (0.15, 1.0) if quick else SHARES
-    if QUALITY in arguments.parts:
-        report = Report(
-            harness.report_name("segments", arguments),
-            "What is right after a repair, by policy and tokens recomputed",
-            COLUMNS,
-            {
-                "documents": stitched_quality.DOCUMENTS,
-                "facts": stitched_quality.FACTS,
-                "local_facts": stitched_quality.LOCAL_FACTS,
-                "system_tokens": stitched_quality.SYSTEM_TOKENS,
-                "prompts_per_set": PER_SET,
-                "chunk_tokens": stitched_quality.CHUNK_TOKENS,
-                "default": repr(repairs.FIXED[repairs.DEFAULT]),
-                "seed": arguments.seed,
-            },
-            {**record, "threads": 1},
-        )
-        # No time is measured, and forwards as small as these are fastest on one thread.
-        torch.set_num_threads(1)
-        model = subjects.load_model(subjects.TWO_HOP)
-        for context in contexts:
-            measure_quality(model, context, prompts, shares, arguments.seed, report)
-        judge_quality(report)
-        report.finish()
-    if FIRST_TOKEN in arguments.parts:
-        torch.set_num_threads(arguments.threads)
-        times = Report(
-            harness.report_name("segments_first_token", arguments),
+def measure(asked: Asked) -> None:
+    o, report = asked.options, asked.report()
+    for shape in o.shapes:
+        model = subjects.load_model(shape)
+        for length in o.lengths:
+            add_rows(report, shape, length, rounds_of(model, length, o.runs, o.seed))
+    judge(report)
+
+
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "segments_first_token",
             "Time to the first token over cached documents in a new order",
-            FIRST_TOKEN_COLUMNS,
-            {
-                "chunk_tokens": stitched_turns.CHUNK_TOKENS,
-                "system_share": 1 / stitched_turns.SYSTEM_SHARE,
-                "default": repr(repairs.FIXED[repairs.DEFAULT]),
-                "seed": arguments.seed,
-            },
-            record,
-        )
-        for shape in shapes:
-            model = subjects.load_model(shape)
-            for length in lengths:
-                measure_first_token(shape, model, length, arguments.runs, arguments.seed, times)
-        judge_first_token(times)
-        times.finish()
-
+            COLUMNS,
+        ),
+    ),
+    (
+        Option("shapes", [subjects.SHIPPED, "untied-fp32"], [subjects.SHIPPED]),
+        Option("lengths", [FASTER_FROM], [2048], [4096, FASTER_FROM, 32768], "tokens"),
+        Option("runs", 5),
+        Option("seed", 1),
+    ),
+    {
+        "chunk_tokens": CHUNK_TOKENS,
+        "system_share": 1 / SYSTEM_SHARE,
+        "default": repr(DEFAULT_REPAIR),
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -7,13 +7,13 @@ K/V are random and injected: what a model would say of them plays no part. A sna
 each layout and context has a process of its own, in which peers take turns with us, round by round.
 
 Saving, to a new name: beside memcpy of the file's bytes, writing them in 1 MiB blocks with one
-fsync, doing so into space reserved beforehand from two threads, the first with the rename and the
-second fsync which make a save atomic, the program dd, and safetensors and torch.save of the same
-K/V with an fsync. An asynchronous save blocks the session for the freeze alone.
+fsync, doing so into space reserved beforehand from two threads, and safetensors and torch.save of
+the same K/V with an fsync. An asynchronous save blocks the session for the freeze alone.
 
 Reading, from the page cache and dropped from it: verifying everything, beside reading the file
 plainly; opening and restoring; and the first forward after it, a row that attends top-k at every
-layer, beside loading the whole of the same K/V with safetensors (and touching it) and torch.load.
+layer, beside loading the whole of the same K/V with safetensors (and touching it) and torch.load;
+and the same of an encrypted copy of the file.
 Bytes read are those the system counts for the process, not what kvpager says of itself.
 
 All memory is touched before it is timed; disks are compared round by round, since they vary more
@@ -22,14 +22,9 @@ than anything else here.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvpager_bench import harness, subjects
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
@@ -43,12 +38,12 @@ from kvpager_bench.snapshot_work import (
     work_read,
     work_save,
 )
+from kvpager_bench.study import Asked, Option, Study, Table, ints
 
 FLAT = 2.0  # how much longer a restore may take at the longest context
+ENCRYPTED = 1.15  # how much longer a restore may take of an encrypted file
 AIM = 0.9  # of the slower of memcpy and disk: saving, verifying
 CONTEXTS = {"shipped": (4096, 65536, 262144), "gqa4-bf16": (4096, 32768)}
-FULL_CONTEXTS = (4096, 16384, 65536, 131072, 262144)
-QUICK_CONTEXTS = (1024, 4096)
 WORDS = {"cached": "in the page cache", "dropped": "from disk"}
 SLOWER = "the slower of memcpy and disk"
 
@@ -59,11 +54,9 @@ SAVE_COLUMNS = (
     Column("save_gbs", "GB/s"),
     Column("write_fsync_gbs", "GB/s"),
     Column("reserved_write_gbs", "GB/s"),
-    Column("atomic_write_gbs", "GB/s"),
     Column("memcpy_gbs", "GB/s"),
     Column("share_of_slower", "", 2),
     Column("share_by_round", "median", 2),
-    Column("dd_gbs", "GB/s", optional=True),
     Column("safetensors_gbs", "GB/s"),
     Column("torch_save_gbs", "GB/s"),
     Column("save_spread", "(max-min)/median", 2),
@@ -90,6 +83,8 @@ READ_COLUMNS = (
     Column("read_file_ms", "ms"),
     Column("safetensors_load_ms", "ms"),
     Column("torch_load_ms", "ms"),
+    Column("encrypted_verify_gbs", "GB/s"),
+    Column("encrypted_first_forward_ms", "ms"),
 )
 
 
@@ -112,11 +107,9 @@ def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> Non
         save_gbs=rate["save"],
         write_fsync_gbs=rate["write_fsync"],
         reserved_write_gbs=rate["reserved"],
-        atomic_write_gbs=rate["atomic"],
         memcpy_gbs=rate["memcpy"],
         share_of_slower=rate["save"] / min(rate["memcpy"], rate[disk]),
         share_by_round=statistics.median(by_round),
-        dd_gbs=rate.get("dd", harness.NOT_APPLICABLE),
         safetensors_gbs=rate["safetensors"],
         torch_save_gbs=rate["torch.save"],
         save_spread=timings["save"].spread,
@@ -124,30 +117,14 @@ def add_save(report: Report, task: dict[str, Any], saved: dict[str, Any]) -> Non
         freeze_ms=Timing(tuple(saved["freeze"])).median * 1e3,
         memory_mib=saved["memory_bytes"] / 2**20,
     )
-    report.compare(
-        f"saving {_cell(task)}",
-        ours=rate["save"],
-        theirs=rate["save"] / statistics.median(by_round),
-        peer=SLOWER,
-        unit="GB/s",
-        aim=AIM,
-    )
+    figure, save = f"saving {_cell(task)}", rate["save"]
+    report.compare(figure, save, save / statistics.median(by_round), SLOWER, "GB/s", AIM)
     for how in TENSOR_FILES:
-        report.compare(
-            f"saving {_cell(task)}",
-            ours=rate["save"],
-            theirs=rate[how],
-            peer=f"{how} + fsync",
-            unit="GB/s",
-            aim=1.0,
-        )
+        report.compare(figure, save, rate[how], f"{how} + fsync", "GB/s", 1.0)
 
 
 def _cell(task: dict[str, Any]) -> str:
     return f"{harness.tokens_name(task['context'])} of {task['layout']}"
-
-
-WORKERS = {"save": work_save, "read": work_read}
 
 
 def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -158,6 +135,7 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
             name: Timing(tuple(measured[name])).median
             for name in ("verify", "read", "memcpy", "restore", "first_forward", *TENSOR_FILES)
         }
+        encrypted = Timing(tuple(measured["encrypted"]["first_forward"])).median * 1e3
         report.add(
             layout=task["layout"],
             context=task["context"],
@@ -177,6 +155,8 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
             read_file_ms=median["read"] * 1e3,
             safetensors_load_ms=median["safetensors"] * 1e3,
             torch_load_ms=median["torch.save"] * 1e3,
+            encrypted_verify_gbs=size / Timing(tuple(measured["verify_encrypted"])).median / 1e9,
+            encrypted_first_forward_ms=encrypted,
         )
         slower = statistics.median(
             max(read, copied) / ours
@@ -185,23 +165,14 @@ def add_read(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> No
             )
         )
         verify = size / median["verify"] / 1e9
-        report.compare(
-            f"verifying {_cell(task)}, {WORDS[state]}",
-            ours=verify,
-            theirs=verify / slower,
-            peer=SLOWER,
-            unit="GB/s",
-            aim=AIM,
-        )
-        report.compare(
-            f"restoring {_cell(task)} with its first forward, {WORDS[state]}",
-            ours=median["first_forward"] * 1e3,
-            theirs=median["safetensors"] * 1e3,
-            peer="safetensors load",
-            unit="ms",
-            aim=None,
-            lower_is_better=True,
-        )
+        figure = f"verifying {_cell(task)}, {WORDS[state]}"
+        report.compare(figure, verify, verify / slower, SLOWER, "GB/s", AIM)
+        figure = f"restoring {_cell(task)} with its first forward, {WORDS[state]}"
+        times = median["first_forward"] * 1e3, median["safetensors"] * 1e3
+        report.compare(figure, *times, "safetensors load", "ms", lower_is_better=True)
+        figure = f"restoring {_cell(task)} with its first forward, encrypted, {WORDS[state]}"
+        times = encrypted, median["first_forward"] * 1e3
+        report.compare(figure, *times, "the same, plain", "ms", 1 / ENCRYPTED, lower_is_better=True)
 
 
 def judge(saves: Report, reads: Report) -> None:
@@ -228,15 +199,10 @@ def judge(saves: Report, reads: Report) -> None:
             whole = reads.number(high, "read_file_ms") / reads.number(low, "read_file_ms")
             names = [harness.tokens_name(int(reads.number(row, "context"))) for row in (low, high)]
             if high is not low:
-                reads.compare(
-                    f"open and restore at {names[1]} of {layout}, {WORDS[state]}",
-                    ours=reads.number(high, "restore_ms"),
-                    theirs=reads.number(low, "restore_ms"),
-                    peer=f"the same at {names[0]}",
-                    unit="ms",
-                    aim=1 / FLAT,
-                    lower_is_better=True,
-                )
+                figure = f"open and restore at {names[1]} of {layout}, {WORDS[state]}"
+                times = reads.number(high, "restore_ms"), reads.number(low, "restore_ms")
+                peer = f"the same at {names[0]}"
+                reads.compare(figure, *times, peer, "ms", 1 / FLAT, lower_is_better=True)
             reads.judge(
                 f"{layout}, {state} file: open and restore at {names[1]} take at most {FLAT:g} "
                 f"times as long as at {names[0]}",
@@ -257,80 +223,47 @@ def judge(saves: Report, reads: Report) -> None:
     )
 
 
-def measure_cell(task: dict[str, Any], saves: Report, reads: Report) -> None:
-    try:
-        add_save(saves, task, harness.run_worker(__spec__.name, {"what": "save", **task}))
-        add_read(reads, task, harness.run_worker(__spec__.name, {"what": "read", **task}))
-    finally:
-        for file in Path(task["folder"]).iterdir():
-            file.unlink()
-    print(
-        f"{task['layout']}, {task['context']} tokens: save "
-        f"{saves.rows[-1]['share_of_slower']:.2f} of the slower peer, restore "
-        f"{reads.rows[-2]['restore_ms']:.2f} ms",
-        flush=True,
-    )
+def measure(asked: Asked) -> None:
+    o, saves, reads = asked.options, asked.report("snapshot_save"), asked.report("snapshot_read")
+    with scratch_folder(o.folder) as folder:
+        for layout in o.layouts:
+            for context in o.contexts or CONTEXTS[layout]:
+                task = {"layout": layout, "context": context, "runs": o.runs, "folder": str(folder)}
+                add_save(saves, task, asked.work("save", **task))
+                add_read(reads, task, asked.work("read", **task))
+                for file in folder.iterdir():
+                    file.unlink()
+    judge(saves, reads)
 
 
-def contexts_of(layout: str, arguments: argparse.Namespace) -> Iterable[int]:
-    if arguments.contexts:
-        return list(arguments.contexts)
-    if arguments.quick:
-        return QUICK_CONTEXTS
-    return FULL_CONTEXTS if arguments.full else CONTEXTS[layout]
-
-
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--layouts", type=harness.parse_list, default=list(subjects.LAYOUTS))
-    parser.add_argument("--contexts", type=harness.parse_ints)
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--folder", type=Path, help="where snapshots go; a temporary folder")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        task = json.loads(arguments.worker)
-        torch.set_num_threads(task["threads"])
-        print(json.dumps(WORKERS[task["what"]](task)))
-        return
-    arguments.runs = arguments.runs or (2 if arguments.quick else 7)
-    record = harness.start(arguments)
-    settings = {
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "snapshot_save",
+            "Saving a snapshot, beside copying and writing the same bytes",
+            SAVE_COLUMNS,
+        ),
+        Table(
+            "snapshot_read",
+            "Verifying and restoring a snapshot, beside reading the whole of it",
+            READ_COLUMNS,
+        ),
+    ),
+    (
+        Option("layouts", list(subjects.LAYOUTS), among=subjects.LAYOUTS),
+        Option("contexts", [], [1024, 4096], [4096, 16384, 65536, 131072, 262144], kind=ints),
+        Option("runs", 7, quick=2),
+        Option("folder", None, help="where snapshots go; a temporary folder", kind=Path),
+    ),
+    {
         "chunks": CHUNKS,
         "pool_tokens": POOL_TOKENS,
         "tail_tokens": TAIL_TOKENS,
-        "runs": arguments.runs,
-        "runs_of_large_files": min(LARGE_RUNS, arguments.runs),
-    }
-    saves = Report(
-        harness.report_name("snapshot_save", arguments),
-        "Saving a snapshot, beside copying and writing the same bytes",
-        SAVE_COLUMNS,
-        settings,
-        record,
-    )
-    reads = Report(
-        harness.report_name("snapshot_read", arguments),
-        "Verifying and restoring a snapshot, beside reading the whole of it",
-        READ_COLUMNS,
-        settings,
-        record,
-    )
-    with scratch_folder(arguments.folder) as folder:
-        for layout in arguments.layouts:
-            for context in contexts_of(layout, arguments):
-                task = {
-                    "layout": layout,
-                    "context": context,
-                    "threads": arguments.threads,
-                    "runs": arguments.runs,
-                    "folder": str(folder),
-                }
-                measure_cell(task, saves, reads)
-    judge(saves, reads)
-    saves.finish()
-    reads.finish()
-
+        "runs_of_large_files": LARGE_RUNS,
+    },
+    {"save": work_save, "read": work_read},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -19,9 +19,8 @@ Each run is compared with plain decode by every bit of its tokens, log-probabili
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,13 +30,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvpager import Dense, Engine, PagerConfig, Session, TopK
+from kvpager.cli.needles import END
 from kvpager.drafts import DraftModel
-from kvpager.needles import END
 from kvpager.speculation import PromptLookup, SpeculationStats
 from kvpager.speculation.speculation import Speculate
 from kvpager.verify.bits import Comparison, compare_bits
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import NOT_APPLICABLE, Column, Report, Subject
+from kvpager_bench.study import Asked, Option, Study, Table
 
 CHUNKS = 32
 POOL_TOKENS = 4096
@@ -109,8 +109,8 @@ class KnownText:
         return known if self._right else [token ^ 1 for token in known]
 
 
-def questions(tokens: int, needles: int, shape: str) -> Case:
-    asked = subjects.questions(tokens, needles, seed=7, quiet=128)
+def questions(tokens: int, shape: str) -> Case:
+    asked = subjects.questions(tokens, min(24, tokens // 128), seed=7, quiet=128)
     longest = max(len(answer) for answer in asked.answers)
     return Case("questions", shape, asked.document.ids, asked.prompts, longest, eos=END)
 
@@ -161,7 +161,7 @@ def generate(base: Session, case: Case, speculate: Speculate) -> Outcome:
                 outcome.tokens.append(token.id)
                 outcome.logprobs.append(token.logprob)
         outcome.speculation = session.speculation
-        for layer in range(session.core.layout.layers):
+        for layer in range(session.core.facts.layout.layers):
             outcome.kv.extend(session.sequence.read_kv(layer, 0, session.committed))
     return outcome
 
@@ -178,7 +178,9 @@ def compare(outcome: Outcome, plain: Outcome) -> Comparison:
     return result
 
 
-def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report: Report) -> None:
+def measure_case(
+    case: Case, model: Any, runs: int, proposers: Sequence[str], report: Report
+) -> None:
     config = PagerConfig(pool_tokens=POOL_TOKENS, selection=TopK(chunks=CHUNKS))
     draft = None
     if DRAFT in proposers:
@@ -227,19 +229,10 @@ def measure(case: Case, model: Any, runs: int, proposers: Sequence[str], report:
             if proposer in COMPARED:
                 called, peer = COMPARED[proposer]
                 tokens = harness.tokens_name(len(case.context))
-                report.compare(
-                    f"speculation ({called}), {case.name} at {tokens}, {case.shape}",
-                    ours=count / timing["speculated"].median,
-                    theirs=count / timing["plain"].median,
-                    peer=peer,
-                    unit="tokens/s",
-                    aim=SPEEDUP if case.name in COPYING else None,
-                )
-            print(
-                f"{case.name} {case.shape} {proposer}: {stats.tokens_per_forward:.2f} tokens per "
-                f"forward, {comparison.differing_bits} of {comparison.bits} bits differ",
-                flush=True,
-            )
+                figure = f"speculation ({called}), {case.name} at {tokens}, {case.shape}"
+                rates = count / timing["speculated"].median, count / timing["plain"].median
+                aim = SPEEDUP if case.name in COPYING else None
+                report.compare(figure, *rates, peer, "tokens/s", aim)
 
 
 def judge(report: Report) -> None:
@@ -275,76 +268,59 @@ def judge(report: Report) -> None:
         )
 
 
-def cases(arguments: argparse.Namespace) -> list[tuple[Case, Any, tuple[str, ...]]]:
+def cases(o: Any) -> Iterator[tuple[Case, Any, tuple[str, ...]]]:
     """The texts to generate, each with its model and the proposers to compare."""
     shipped = subjects.load_model(subjects.SHIPPED)
-    chosen: list[tuple[Case, Any, tuple[str, ...]]] = []
-    every = ("prompt-lookup", "all wrong", "all right")
-    new_tokens = arguments.new_tokens
-    if "questions" in arguments.cases:
-        for tokens in arguments.contexts:
-            case = questions(tokens, min(24, tokens // 128), subjects.SHIPPED)
-            chosen.append((case, shipped, ("prompt-lookup",)))
-    if "loop" in arguments.cases:
-        case = continued("loop", subjects.SHIPPED, shipped, 1024, new_tokens, 0.0)
-        chosen.append((case, shipped, ("prompt-lookup",)))
-    if DEEP in arguments.cases:
+    every, pair = ("prompt-lookup", "all wrong", "all right"), ("prompt-lookup", DRAFT)
+
+    def text(name: str, shape: str, model: Any, temperature: float) -> Case:
+        return continued(name, shape, model, 1024, o.new_tokens, temperature)
+
+    if "questions" in o.cases:
+        for tokens in o.contexts:
+            yield questions(tokens, subjects.SHIPPED), shipped, pair[:1]
+    if "loop" in o.cases:
+        yield text("loop", subjects.SHIPPED, shipped, 0.0), shipped, pair[:1]
+    if DEEP in o.cases:
         deep = deepened(shipped, DEEP_LAYERS)
-        pair = ("prompt-lookup", DRAFT)
-        case = questions(arguments.contexts[0], min(24, arguments.contexts[0] // 128), DEEP)
-        chosen.append((case, deep, pair))
-        chosen.append((continued("loop", DEEP, deep, 1024, new_tokens, 0.0), deep, pair))
-        chosen.append((continued("lightly sampled", DEEP, deep, 1024, new_tokens, 0.6), deep, pair))
-    if "sampled" in arguments.cases:
-        case = continued("sampled", subjects.SHIPPED, shipped, 1024, new_tokens, 1.0)
-        chosen.append((case, shipped, every))
-    if "random" in arguments.cases:
-        for shape in arguments.shapes:
-            model = subjects.load_model(shape, layers=arguments.layers)
-            case = continued("random", shape, model, 1024, new_tokens, 1.0)
-            chosen.append((case, model, every))
-    return chosen
+        yield questions(o.contexts[0], DEEP), deep, pair
+        yield text("loop", DEEP, deep, 0.0), deep, pair
+        yield text("lightly sampled", DEEP, deep, 0.6), deep, pair
+    if "sampled" in o.cases:
+        yield text("sampled", subjects.SHIPPED, shipped, 1.0), shipped, every
+    if "random" in o.cases:
+        for shape in o.shapes:
+            model = subjects.load_model(shape, layers=o.layers)
+            yield text("random", shape, model, 1.0), model, every
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument(
-        "--cases", type=harness.parse_list, default=["questions", "loop", DEEP, "sampled", "random"]
-    )
-    parser.add_argument("--shapes", type=harness.parse_list, help="with random weights")
-    parser.add_argument("--layers", type=int, help="of them")
-    parser.add_argument("--contexts", type=harness.parse_ints)
-    parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--runs", type=int)
-    arguments = parser.parse_args()
-    quick, full = arguments.quick, arguments.full
-    arguments.contexts = arguments.contexts or (
-        [1024] if quick else [4096, 32768] if full else [4096]
-    )
-    arguments.new_tokens = arguments.new_tokens or (32 if quick else 128)
-    arguments.runs = arguments.runs or (3 if full else 1)
-    arguments.layers = arguments.layers or (8 if full else 2)
-    if arguments.shapes is None:
-        arguments.shapes = [] if quick else ["gqa8-fp32", "gqa8-bf16"] if full else ["gqa8-bf16"]
-    record = harness.start(arguments)
-    report = Report(
-        harness.report_name("speculation", arguments),
-        "Speculation: tokens per forward, tokens per second, and bits that differ",
-        COLUMNS,
-        {
-            "chunks": CHUNKS,
-            "pool_tokens": POOL_TOKENS,
-            "new_tokens": arguments.new_tokens,
-            "runs": arguments.runs,
-        },
-        record,
-    )
-    for case, model, proposers in cases(arguments):
-        runs = arguments.runs * RUNS.get(case.shape, 1)
-        measure(case, model, runs, proposers, report)
-    judge(report)
-    report.finish()
+def measure(asked: Asked) -> None:
+    for case, model, proposers in cases(asked.options):
+        runs = asked.options.runs * RUNS.get(case.shape, 1)
+        measure_case(case, model, runs, proposers, asked.report())
+    judge(asked.report())
 
+
+CASES = ("questions", "loop", DEEP, "sampled", "random")
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "speculation",
+            "Speculation: tokens per forward, tokens per second, and bits that differ",
+            COLUMNS,
+        ),
+    ),
+    (
+        Option("cases", CASES, among=CASES),
+        Option("shapes", ["gqa8-bf16"], [], ["gqa8-fp32", "gqa8-bf16"], "with random weights"),
+        Option("layers", 2, full=8, help="of them"),
+        Option("contexts", [4096], [1024], [4096, 32768], "tokens, of questions"),
+        Option("new-tokens", 128, quick=32),
+        Option("runs", 1, full=3),
+    ),
+    {"chunks": CHUNKS, "pool_tokens": POOL_TOKENS},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -1,331 +1,334 @@
-"""What a directory store saves by sharing chunks, and what its catalogue costs as it fills.
+"""What a directory store and its server cost as it fills: processor time, which no other changes.
 
-    kvpager bench store --
-    kvpager bench store -- --snapshots 100,400
+    kvpager bench store
+    kvpager bench store -- --full
 
-Turns: a conversation is saved, grows by 512 tokens and is saved again; another session shares the
-first 90% of it. Beside each: the second turn as a file of its own, in the same round.
+Conversations of a few chunks with a common beginning are saved until the store has as many as a
+size says. Each figure is compared with that of the smallest size, which is the aim: a call costs
+what it uses, not what there is.
 
-Catalogue: a store of hundreds of snapshots that begin with the same 8K tokens. Looking a prompt of
-16K tokens up by its chain hashes, with a store just opened (which reads every table) and with one
-that knows them; beside hashing the prompt, and beside listing the store's files and asking for
-their sizes, which the look-up cannot do without. Then garbage collection, with nothing to do and
-after every other snapshot was deleted.
-
-K/V are random and injected.
+"calls": each call of the store is made several times. "first open" is that of a new store object,
+as in a new process.
+"server": the shipped model's server over such a store: its start, lists of its sessions, metrics,
+and a turn of a saved conversation that is not in memory, of one token.
+"writers": turns saved by one process, and by two at once, which should take no longer for as many.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-from collections.abc import Callable
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import torch
 
-from kvpager import Pager, PagerConfig, _core
-from kvpager.pager import Sequence
-from kvpager.stores import DirectoryStore, FileStore
-from kvpager_bench import harness, subjects
-from kvpager_bench.harness import Column, Report, Timing
-from kvpager_bench.places import scratch_folder
+from kvpager import PagerConfig
+from kvpager.cli.needles import shipped_model_path
+from kvpager.pager import Layout, Pager
+from kvpager.server.tenants import ANONYMOUS
+from kvpager.stores import DirectoryStore, SnapshotStore
+from kvpager_bench import servers
+from kvpager_bench.harness import Column, Report
+from kvpager_bench.places import results_dir, scratch_folder
+from kvpager_bench.study import Asked, Option, Study, Table
 
-TURN_TOKENS = 512
-SHARED_PERCENT = 90
-TAIL_TOKENS = 32
-ROWS = 64
-COMMON_TOKENS, OWN_TOKENS = 8192, 1024  # of each snapshot of the catalogue
-PROMPT_TOKENS = 16384
-FINGERPRINT, SESSION = '{"subject":"bench"}', "{}"
+LAYERS, HEADS, DIM, CHUNK_TOKENS = 2, 1, 16, 16
+COMMON, CHUNKS = 4, 6  # chunks of a conversation that all have, and of the whole
+MODEL, NO_SESSION = '{"model": "bench"}', "{}"
+WITHIN = 0.5  # aim: at any size at most twice the time of the smallest
 
-TURN_COLUMNS = (
-    Column("layout", text=True),
-    Column("context", "tokens"),
-    Column("first_ms", "ms"),
-    Column("first_mib", "MiB"),
-    Column("second_turn_ms", "ms"),
-    Column("second_turn_mib", "MiB"),
-    Column("as_file_ms", "ms"),
-    Column("as_file_mib", "MiB"),
-    Column("bytes_of_file", "%", 2),
-    Column("time_of_file", "%", 2),
-    Column("bytes_over_new", "x the new K/V", 3),
-    Column("shared_session_ms", "ms"),
-    Column("shared_session_mib", "MiB"),
-    Column("shared_bytes_of_own", "%", 2),
-)
-CATALOGUE_COLUMNS = (
+PARTS = ("calls", "server", "writers")
+CODER = "tiny-coder"
+_PAGES = (("page of 10 sessions", "/v1/sessions?limit=10"), ("metrics", "/metrics"))
+AT_ONCE = 1.0  # aim: two writers take no longer for as many turns than one
+
+COLUMNS = (
+    Column("call", text=True),
     Column("snapshots"),
-    Column("chunks"),
-    Column("store_mib", "MiB"),
-    Column("save_ms", "ms"),
-    Column("hit_ms", "ms"),
-    Column("miss_ms", "ms"),
-    Column("cold_hit_ms", "ms"),
-    Column("hash_prompt_ms", "ms"),
-    Column("list_files_ms", "ms"),
-    Column("entries_ms", "ms"),
-    Column("open_ms", "ms"),
-    Column("gc_idle_ms", "ms"),
-    Column("gc_half_ms", "ms"),
-    Column("gc_freed_mib", "MiB"),
+    Column("processor_ms", "ms"),
+    Column("wall_ms", "ms"),
+)
+WRITERS = (
+    Column("writers"),
+    Column("snapshots"),
+    Column("turns"),
+    Column("wall_ms", "ms of a turn"),
+    Column("processor_ms", "ms of a turn"),
 )
 
 
-class Source:
-    """A pager of one layout, to freeze sequences of."""
+class Author:
+    """Makes conversations to be saved."""
 
-    def __init__(self, layout: str, tokens: int, threads: int) -> None:
-        self.layout = subjects.LAYOUTS[layout]
-        chunks = -(-tokens // self.layout.chunk_tokens)
-        config = PagerConfig(pool_tokens=4096, host_bytes=chunks * self.layout.chunk_bytes)
-        self.pager = Pager(
-            self.layout, config, rows=ROWS, fingerprint={"subject": "bench"}, threads=threads
+    def __init__(self) -> None:
+        config = PagerConfig(  # little room, so that its own cost stays as it is
+            pool_tokens=16 * CHUNK_TOKENS, chunk_tokens=CHUNK_TOKENS, host_bytes="1MiB"
+        )
+        self._layout = Layout(LAYERS, HEADS, DIM, DIM, CHUNK_TOKENS)
+        self._pager = Pager(
+            self._layout, config, rows=CHUNK_TOKENS, fingerprint={"model": "bench"}, threads=1
         )
 
-    def sequence(self, tokens: int, seed: int) -> Sequence:
-        sequence = self.pager.sequence()
-        self.grow(sequence, tokens, seed)
-        return sequence
+    def tokens(self, seed: int, chunks: int = CHUNKS) -> list[int]:
+        common = np.random.default_rng(0).integers(0, 1000, COMMON * CHUNK_TOKENS)
+        own = np.random.default_rng(seed).integers(0, 1000, (chunks - COMMON) * CHUNK_TOKENS)
+        return [*common.tolist(), *own.tolist()]
 
-    def grow(self, sequence: Sequence, tokens: int, seed: int) -> None:
-        subjects.inject(sequence, self.layout, tokens, seed=seed, provenance="exact")
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        return self._pager.core.chain_hashes(np.asarray(tokens, dtype=np.int32), "")
 
-
-def save(store: Any, name: str, content: _core.SnapshotContent) -> Any:
-    return store.save(name, content, fingerprint=FINGERPRINT, session=SESSION)
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of one call that cannot be repeated."""
-    kept: list[Any] = []
-    timing = harness.measure(lambda: kept.append(call()), runs=1, warm_up=0)
-    return timing.median, kept[0]
+    def save(self, store: SnapshotStore, name: str, tokens: Sequence[int]) -> None:
+        ids = np.asarray(tokens, dtype=np.float32)[None, :, None, None]
+        rows = np.broadcast_to(ids, (LAYERS, len(tokens), HEADS, DIM)).copy()
+        sequence = self._pager.sequence()
+        sequence.append(tokens, rows, rows, provenance="exact")
+        content = self._pager.core.freeze(sequence.uid, -1)
+        sequence.close()
+        store.save(name, content, fingerprint=MODEL, session=NO_SESSION)
 
 
-# Turns of one conversation
+def name_of(number: int) -> str:
+    return f"conversation-{number:07}"
 
 
-def work_turns(task: dict[str, Any]) -> dict[str, Any]:
-    context = task["context"]
-    source = Source(task["layout"], 2 * context + 4096, task["threads"])
-    talk = source.sequence(context - TAIL_TOKENS, seed=1)
-    first = talk.freeze()
-    shared = context * SHARED_PERCENT // 100 // ROWS * ROWS
-    with_prefix = talk.fork()
-    with_prefix.trim(shared)
-    source.grow(with_prefix, context - TAIL_TOKENS - shared, seed=2)
-    other = with_prefix.freeze()
-    source.grow(talk, TURN_TOKENS, seed=3)
-    second = talk.freeze()
-    folder = Path(task["folder"])
-    rounds: dict[str, list[float]] = {}
-    sizes: dict[str, set[int]] = {}
-    for number in range(1 + task["runs"]):
-        store = DirectoryStore(folder / f"store-{number}")
-        file = folder / "second.kvsnap"
-        for name, call in (
-            ("first", partial(save, store, "talk", first)),
-            ("second_turn", partial(save, store, "talk", second)),
-            ("as_file", partial(save, FileStore(), str(file), second)),
-            ("shared_session", partial(save, store, "other", other)),
-        ):
-            seconds, report = timed(call)
-            if number:  # the first round is the warm-up
-                rounds.setdefault(name, []).append(seconds)
-                sizes.setdefault(name, set()).add(report.bytes_written)
-        shutil.rmtree(folder / f"store-{number}")
-        file.unlink()
-    varying = {name: found for name, found in sizes.items() if len(found) > 1}
-    if varying:
-        raise harness.NondeterministicSubjectError(f"bytes written vary: {varying}")
-    return {
-        "runs": rounds,
-        "bytes": {name: found.pop() for name, found in sizes.items()},
-        "turn_bytes": TURN_TOKENS * source.layout.token_bytes,
-    }
-
-
-def add_turns(report: Report, task: dict[str, Any], answer: dict[str, Any]) -> None:
-    ms = {name: Timing(tuple(runs)).median * 1e3 for name, runs in answer["runs"].items()}
-    mib = {name: size / 2**20 for name, size in answer["bytes"].items()}
-    report.add(
-        layout=task["layout"],
-        context=task["context"],
-        **{f"{name}_ms": value for name, value in ms.items()},
-        **{f"{name}_mib": value for name, value in mib.items()},
-        bytes_of_file=100 * mib["second_turn"] / mib["as_file"],
-        time_of_file=100 * ms["second_turn"] / ms["as_file"],
-        bytes_over_new=answer["bytes"]["second_turn"] / answer["turn_bytes"],
-        shared_bytes_of_own=100 * mib["shared_session"] / mib["first"],
-    )
-
-
-# The catalogue as it fills
-
-
-def work_catalogue(task: dict[str, Any]) -> dict[str, Any]:
-    count, runs = task["snapshots"], task["runs"]
-    folder = Path(task["folder"]) / "store"
-    source = Source(subjects.SHIPPED, 4 * PROMPT_TOKENS, task["threads"])
-    common = source.sequence(COMMON_TOKENS, seed=1)
+def calls(
+    author: Author, folder: Path, count: int, runs: int, fresh: Callable[[], int]
+) -> dict[str, Any]:
+    """The calls by name. fresh: a number that no conversation has."""
     store = DirectoryStore(folder)
-    saves = []
-    prompts = []
-    for number in range(count):
-        with_prefix = common.fork()
-        source.grow(with_prefix, OWN_TOKENS + TAIL_TOKENS, seed=2 + number)
-        seconds, _ = timed(partial(save, store, f"session-{number}", with_prefix.freeze()))
-        saves.append(seconds)
-        prompts.append(with_prefix.tokens[: COMMON_TOKENS + OWN_TOKENS])
-        with_prefix.close()
-    generator = np.random.default_rng(0)
+    near = author.hashes(author.tokens(count // 2))
+    far = author.hashes(author.tokens(fresh()))
+    spare = [f"spare-{each}" for each in range(1 + runs)]
+    for name in spare:
+        author.save(store, name, author.tokens(fresh()))
 
-    def prompt(start: Any) -> Any:
-        more = generator.integers(8, 1024, PROMPT_TOKENS - len(start), dtype=np.int32)
-        return np.concatenate([start, more])
+    def evict() -> None:
+        author.save(store, name_of(fresh()), author.tokens(fresh()))
 
-    core = source.pager.core
-    known = prompt(prompts[count // 2])
-    hashes = core.chain_hashes(known, "")
-    unknown = core.chain_hashes(prompt(prompts[0][:0]), "")
-    expected = (COMMON_TOKENS + OWN_TOKENS) // source.layout.chunk_tokens
+    def first() -> None:
+        DirectoryStore(folder).open(name_of(count // 2))
 
-    def hit(store: DirectoryStore) -> None:
-        found = store.find_prefix(hashes)
-        if found is None or found.chunks != expected:
-            raise harness.MissingNumberError(f"look-up found {found}, expected {expected} chunks")
-
-    def miss() -> None:
-        if store.find_prefix(unknown) is not None:
-            raise harness.MissingNumberError("look-up found what is not there")
-
-    def ms(call: Callable[[], object]) -> float:
-        return harness.measure(call, runs=4 * runs).median * 1e3
-
-    held = sum(files_of(folder)) / 2**20
-    answer = {
-        "chunks": store.stats()["chunks"],
-        "store_mib": held,
-        "save_ms": Timing(tuple(saves[-min(50, count) :])).median * 1e3,
-        "hit_ms": ms(lambda: hit(store)),
-        "miss_ms": ms(miss),
-        "cold_hit_ms": harness.measure(lambda: hit(DirectoryStore(folder)), runs=runs).median * 1e3,
-        "hash_prompt_ms": ms(lambda: core.chain_hashes(known, "")),
-        "list_files_ms": ms(lambda: files_of(folder)),
-        "entries_ms": ms(store.entries),
-        "open_ms": ms(lambda: store.open("session-0")),
-        "gc_idle_ms": harness.measure(store.gc, runs=runs).median * 1e3,
+    return {
+        "first open": first,
+        "open": lambda: store.open(name_of(count // 3)),
+        "save of a turn": lambda: author.save(store, "turn", author.tokens(fresh(), CHUNKS + 2)),
+        "find_prefix of a whole text": lambda: store.find_prefix(near),
+        "find_prefix of what all share": lambda: store.find_prefix(far),
+        "entries of 10": lambda: store.entries(limit=10),
+        "stats": store.stats,
+        "gc of nothing": store.gc,
+        "delete": lambda: store.delete(spare.pop()),
+        "save that evicts": evict,
     }
-    for number in range(0, count, 2):
-        store.delete(f"session-{number}")
-    seconds, _ = timed(store.gc)
-    freed = held - sum(files_of(folder)) / 2**20
-    return {**answer, "gc_half_ms": seconds * 1e3, "gc_freed_mib": freed}
 
 
-WORKERS = {"turns": work_turns, "catalogue": work_catalogue}
+class Filling:
+    """A folder's store, which gets ever more conversations."""
+
+    def __init__(self, folder: Path, author: Author) -> None:
+        self._folder, self._author = folder, author
+        self._saved = 0
+
+    def until(self, size: int) -> DirectoryStore:
+        """The store, with at least so many."""
+        store = DirectoryStore(self._folder, byte_budget="unlimited")
+        while self._saved < size:
+            self._author.save(store, name_of(self._saved), self._author.tokens(1 + self._saved))
+            self._saved += 1
+        return store
 
 
-def files_of(folder: Path) -> list[int]:
-    """Sizes of all files of a store: a look-up has to notice what other processes did."""
-    return [
-        entry.stat().st_size
-        for inside in ("packs", "snapshots")
-        for entry in os.scandir(folder / inside)
-    ]
+class Figures:
+    """Adds rows to a report, each beside that of the smallest size."""
+
+    def __init__(self, report: Report, smallest: int) -> None:
+        self._report, self._size = report, smallest
+        self._smallest: dict[str, float] = {}
+
+    def add(self, what: str, size: int, times: Sequence[tuple[float, float]]) -> None:
+        """times: seconds of processor and of wall time, of each run."""
+        cpu, wall = (1e3 * statistics.median(kind) for kind in zip(*times, strict=True))
+        self._report.add(call=what, snapshots=size, processor_ms=cpu, wall_ms=wall)
+        peer, theirs = f"the same with {self._size:,}", self._smallest.setdefault(what, cpu)
+        if size != self._size:
+            figure = f"{what}, {size:,} snapshots"
+            self._report.compare(figure, cpu, theirs, peer, "ms", WITHIN, lower_is_better=True)
 
 
-def judge(turns: Report, catalogue: Report) -> None:
-    longest = max(turns.rows, key=lambda row: turns.number(row, "context"))
-    share = [turns.number(row, "bytes_of_file") for row in turns.rows]
-    over = [turns.number(row, "bytes_over_new") for row in turns.rows]
-    turns.judge(
-        f"a second turn of {TURN_TOKENS} tokens writes at most 5% of the bytes of a whole file",
-        max(share) <= 5,
-        ", ".join(f"{a:.1f}%, {b:.2f} times the new K/V" for a, b in zip(share, over)),
+def measure_calls(asked: Asked, report: Report) -> None:
+    author, number = Author(), itertools.count(1 << 24)
+    figures = Figures(report, asked.options.sizes[0])
+    with scratch_folder() as folder:
+        filling = Filling(folder, author)
+        for size in asked.options.sizes:
+            store = filling.until(size)
+            for what, call in calls(
+                author, folder, size, asked.options.runs, lambda: next(number)
+            ).items():
+                if what == "save that evicts":
+                    DirectoryStore(folder, byte_budget=int(store.stats()["bytes"] or 0) + 8192)
+                times = []
+                for run in range(1 + asked.options.runs):
+                    processor, wall = time.process_time(), time.perf_counter()
+                    call()
+                    if run:
+                        spent = time.process_time() - processor, time.perf_counter() - wall
+                        times.append(spent)
+                figures.add(what, size, times)
+
+
+class Chats:
+    """Conversations of the server's own, which it saves."""
+
+    def __init__(self, count: int) -> None:
+        self._messages: list[list[dict[str, str]]] = [[] for _ in range(count)]
+
+    def turn(self, client: httpx.Client, number: int) -> None:
+        """One more turn of a conversation."""
+        messages = self._messages[number]
+        messages.append({"role": "user", "content": f"def f{number}():"})
+        body = {
+            "model": CODER,
+            "messages": messages,
+            "session_id": f"chat-{number}",
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+        text = answer["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text})
+
+
+@contextmanager
+def served(asked: Asked, folder: Path) -> Iterator[tuple[servers.Server, httpx.Client]]:
+    """A server over a folder of stores, which is asked to end."""
+    log = results_dir() / "logs" / "store-server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    options = ["--store", str(folder), "--store-budget", "1TiB", "--store-ttl", "never"]
+    model = shipped_model_path(CODER)
+    with servers.running(servers.KVPAGER, model, asked.threads, log, options) as server:
+        with httpx.Client(base_url=server.url, timeout=600) as client:
+            yield server, client
+        server.end()
+
+
+def spent(server: servers.Server, call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the server's processor and of wall time that a call takes."""
+    processor, wall = sum(server.processor_seconds().values()), time.perf_counter()
+    call()
+    waited = time.perf_counter() - wall
+    time.sleep(0.05)  # what follows an answer
+    return sum(server.processor_seconds().values()) - processor, waited
+
+
+def measure_server(asked: Asked, report: Report) -> None:
+    runs = asked.options.runs
+    figures = Figures(report, asked.options.sizes[0])
+    chats = Chats(1 + runs)
+    with scratch_folder() as folder:
+        filling = Filling(folder / ANONYMOUS, Author())
+        with served(asked, folder) as (_, client):
+            for number in range(1 + runs):
+                chats.turn(client, number)
+        for size in asked.options.sizes:
+            filling.until(size)
+            begun = time.perf_counter()
+            with served(asked, folder) as (server, client):
+                begun = time.perf_counter() - begun
+                started = sum(server.processor_seconds().values()), begun
+                figures.add("server's start", size, [started])
+                for what, path in _PAGES:
+                    read = partial(client.get, path)
+                    read().raise_for_status()
+                    figures.add(what, size, [spent(server, read) for _ in range(runs)])
+                chats.turn(client, 0)
+                turns = [
+                    spent(server, partial(chats.turn, client, number))
+                    for number in range(1, 1 + runs)
+                ]
+                figures.add("turn of a saved conversation", size, turns)
+
+
+def save_turns(task: dict[str, Any]) -> dict[str, Any]:
+    """Saves turns once all writers are ready."""
+    author, folder = Author(), Path(task["folder"])
+    store = DirectoryStore(folder / "store")
+    turns = [author.tokens((1 << 25) * (1 + task["writer"]) + n) for n in range(task["turns"])]
+    author.save(store, f"turn-{task['writer']}", turns[0])
+    (folder / f"ready-{task['writers']}-{task['writer']}").touch()
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob(f"ready-{task['writers']}-*"))) < task["writers"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other writer does not begin")
+        time.sleep(0.001)
+    begun, processor = time.perf_counter(), time.process_time()
+    for tokens in turns:
+        author.save(store, f"turn-{task['writer']}", tokens)
+    return {"wall": time.perf_counter() - begun, "processor": time.process_time() - processor}
+
+
+def measure_writers(asked: Asked, report: Report) -> None:
+    o = asked.options
+    times: dict[int, float] = {}
+    with scratch_folder() as folder:
+        Filling(folder / "store", Author()).until(o.writers_size)
+        for writers in (1, 2):
+            turns = o.turns // writers
+
+            def work(writer: int, writers: int = writers, turns: int = turns) -> dict[str, Any]:
+                task = {"folder": str(folder), "writer": writer, "writers": writers}
+                return asked.work("save_turns", turns=turns, **task)
+
+            with ThreadPoolExecutor(writers) as pool:
+                found = list(pool.map(work, range(writers)))
+            times[writers] = 1e3 * max(one["wall"] for one in found) / o.turns
+            report.add(
+                writers=writers,
+                snapshots=o.writers_size,
+                turns=o.turns,
+                wall_ms=times[writers],
+                processor_ms=1e3 * sum(one["processor"] for one in found) / o.turns,
+            )
+    figure = f"a turn saved by two processes at once, {o.writers_size:,} snapshots"
+    report.compare(
+        figure, times[2], times[1], "by one process", "ms", AT_ONCE, lower_is_better=True
     )
-    shared = [turns.number(row, "shared_bytes_of_own") for row in turns.rows]
-    turns.judge(
-        f"a session that shares {SHARED_PERCENT}% of its tokens writes at most "
-        f"{105 - SHARED_PERCENT}% of its bytes",
-        max(shared) <= 105 - SHARED_PERCENT,
-        ", ".join(f"{value:.1f}%" for value in shared),
-    )
-    turns.judge(
-        "the longest context's second turn is saved in a tenth of the time of a whole file",
-        turns.number(longest, "time_of_file") <= 10,
-        f"{turns.number(longest, 'time_of_file'):.1f}%",
-    )
-    full = catalogue.rows[-1]
-    hit, listing = (catalogue.number(full, name) for name in ("hit_ms", "list_files_ms"))
-    catalogue.judge(
-        "in the fullest store a look-up takes at most 5 times as long as listing the store's files",
-        hit <= 5 * listing,
-        f"{hit:.2f} ms beside {listing:.2f} ms",
-    )
 
 
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--cells", type=harness.parse_list, help="LAYOUT:TOKENS,...")
-    parser.add_argument("--snapshots", type=harness.parse_ints)
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--folder", type=Path, help="where stores go; a temporary folder")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        task = json.loads(arguments.worker)
-        torch.set_num_threads(task["threads"])
-        print(json.dumps(WORKERS[task["what"]](task)))
-        return
-    cells = arguments.cells or (
-        ["shipped:2048"]
-        if arguments.quick
-        else ["shipped:16384", "shipped:65536", "shipped:262144", "gqa4-bf16:65536"]
-    )
-    counts = arguments.snapshots or ([8] if arguments.quick else [100, 400])
-    arguments.runs = arguments.runs or (2 if arguments.quick else 5)
-    record = harness.start(arguments)
-    turns = Report(
-        harness.report_name("store_turns", arguments),
-        "Saving into a directory store: a second turn, and a session with a common prefix",
-        TURN_COLUMNS,
-        {"turn_tokens": TURN_TOKENS, "shared_percent": SHARED_PERCENT, "runs": arguments.runs},
-        record,
-    )
-    catalogue = Report(
-        harness.report_name("store_catalogue", arguments),
-        f"A directory store as it fills: looking up a prompt of {PROMPT_TOKENS} tokens, gc",
-        CATALOGUE_COLUMNS,
-        {"tokens_per_snapshot": COMMON_TOKENS + OWN_TOKENS + TAIL_TOKENS, "runs": arguments.runs},
-        record,
-    )
-    common = {"threads": arguments.threads, "runs": arguments.runs}
-    for cell in cells:
-        layout, _, tokens = cell.rpartition(":")
-        task = {"layout": layout, "context": int(tokens), **common}
-        add_turns(turns, task, _run("turns", task, arguments.folder))
-        print(f"{cell}: second turn {turns.rows[-1]['second_turn_ms']:.1f} ms", flush=True)
-    for count in counts:
-        answer = _run("catalogue", {"snapshots": count, **common}, arguments.folder)
-        catalogue.add(snapshots=count, **answer)
-        print(f"{count} snapshots: look-up {answer['hit_ms']:.2f} ms", flush=True)
-    judge(turns, catalogue)
-    turns.finish()
-    catalogue.finish()
+def measure(asked: Asked) -> None:
+    parts = asked.options.parts
+    if "calls" in parts:
+        measure_calls(asked, asked.report("store"))
+    if "server" in parts:
+        measure_server(asked, asked.report("store_server"))
+    if "writers" in parts:
+        measure_writers(asked, asked.report("store_writers"))
 
 
-def _run(what: str, task: dict[str, Any], parent: Path | None) -> dict[str, Any]:
-    with scratch_folder(parent) as folder:
-        return harness.run_worker(__spec__.name, {"what": what, "folder": str(folder), **task})
-
+STUDY = Study(
+    measure,
+    (
+        Table("store", "Processor time of a directory store's calls as it fills", COLUMNS),
+        Table("store_server", "Processor time of a server as its store fills", COLUMNS),
+        Table("store_writers", "Turns saved by one process, and by two at once", WRITERS),
+    ),
+    (
+        Option("parts", PARTS, among=PARTS),
+        Option("sizes", [10, 1000, 10_000], quick=[10, 100], full=[10, 1000, 100_000]),
+        Option("runs", 15, 3, help="of each call; the median counts"),
+        Option("writers-size", 5000, 50, help="snapshots, by part writers"),
+        Option("turns", 400, 20, help="that the writers save together"),
+    ),
+    {"chunks": CHUNKS, "common_chunks": COMMON},
+    {"save_turns": save_turns},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

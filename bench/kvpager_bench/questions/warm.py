@@ -1,7 +1,7 @@
 """How long a saved turn takes to answer again in a fresh process, beside computing it again.
 
     kvpager bench warm
-    kvpager bench warm -- --shapes shipped --contexts 4096,32768 --runs 5
+    kvpager bench warm -- --cases shipped:4096,shipped:32768 --runs 5
 
 Every turn is a process of its own; imports, loading the model and making the engine are timed
 apart. "First token" runs from looking the snapshot up to the first token after a question of four
@@ -10,15 +10,10 @@ tokens. Beside it, with the same prompt: the cold prefill by the same engine, st
 with a model of random weights of the same shape, cold and from its own state file. Files are
 measured in the page cache and dropped from it. A restored turn's logits must have the bits of the
 cold one's.
-
-Then whole states, byte for byte, into memory that is there: ours into the pool, every byte
-verified, beside reading the file in large plain reads, llama.cpp's state file into its cache, and
-LMCache's adapters for files, with objects of our chunk size and of its own; the fastest counts.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,13 +22,12 @@ from typing import Any
 from kvpager_bench import file_peers, harness, subjects, turns
 from kvpager_bench.file_peers import FILE_STATES, TENSOR_FILES
 from kvpager_bench.harness import NOT_APPLICABLE, Cell, Column, Report, Timing
-from kvpager_bench.peers import llama, lmcache
+from kvpager_bench.peers import llama
 from kvpager_bench.places import scratch_folder
+from kvpager_bench.study import Asked, Option, Study, Table
 
 LAYERS = 1  # of "gqa8-*": at 32K, two of them take its three cold prefills beyond the budget
 CONTEXT = 32768  # that aims speak of
-CHUNK_TOKENS = 64
-LMCACHE_TOKENS = (CHUNK_TOKENS, 256)  # per object: our chunk, and its own default
 
 TURN_COLUMNS = (
     Column("shape", text=True),
@@ -57,36 +51,21 @@ TURN_COLUMNS = (
     Column("model_load_s", "s"),
     Column("engine_s", "s"),
 )
-STATE_COLUMNS = (
-    Column("shape", text=True),
-    Column("context", "tokens"),
-    Column("file", text=True),
-    Column("state_mib", "MiB"),
-    Column("restore_gbs", "GB/s"),
-    Column("restore_spread", "(max-min)/median", 2),
-    Column("read_gbs", "GB/s"),
-    Column("llama_gbs", "GB/s", optional=True),
-    Column("lmcache_gbs", "GB/s", optional=True),
-    Column("lmcache_store_gbs", "GB/s", optional=True),
-    Column("lmcache_way", text=True),
-)
 
 
 class Case:
     """All processes of one shape and context."""
 
-    def __init__(
-        self, shape: str, context: int, arguments: argparse.Namespace, folder: Path
-    ) -> None:
+    def __init__(self, shape: str, context: int, asked: Asked, folder: Path) -> None:
         self.shape, self.context = shape, context
-        self.arguments = arguments
+        self.options, self.threads = asked.options, asked.threads
         self.folder = folder
         self.path = folder / "turn.kvsnap"
         self.task = {
             "shape": shape,
-            "layers": arguments.layers,
+            "layers": asked.options.layers,
             "context": context,
-            "threads": arguments.threads,
+            "threads": asked.threads,
         }
         self.name = f"{shape}, {harness.tokens_name(context)}"
 
@@ -117,7 +96,7 @@ class LlamaTurns:
             document=cold["document"],
             question=cold["question"],
             state=self.state,
-            threads=case.arguments.threads,
+            threads=case.threads,
         )
         self._cold = self._turn("cold") if self.here else {}
         self.cold_s: Cell = self._cold.get("first_token_s", NOT_APPLICABLE)
@@ -127,7 +106,7 @@ class LlamaTurns:
         if not self.here:
             return NOT_APPLICABLE
         answers = []
-        for _ in range(self.case.arguments.runs):
+        for _ in range(self.case.options.runs):
             file_peers.prepare(self.state, state)
             answers.append(self._turn("warm"))
         tokens = {answer["token"] for answer in (*answers, self._cold)}
@@ -139,17 +118,12 @@ class LlamaTurns:
 
 
 def measure_turns(case: Case, report: Report) -> None:
-    arguments = case.arguments
+    o = case.options
     cold = case.run("cold", path=str(case.path))
     stock = case.run("stock_cold", folder=str(case.folder))
-    print(
-        f"{case.name}: cold {cold['first_token_s']:.2f} s, transformers "
-        f"{stock['first_token_s']:.2f} s",
-        flush=True,
-    )
     peer = LlamaTurns(case, cold)
     for state in FILE_STATES:
-        warm = case.repeat("warm", case.path, state, arguments.runs)
+        warm = case.repeat("warm", case.path, state, o.runs)
         outcomes = {(run["token"], run["logits"]) for run in (cold, *warm)}
         if len(outcomes) != 1:
             raise harness.NondeterministicSubjectError(
@@ -157,16 +131,12 @@ def measure_turns(case: Case, report: Report) -> None:
             )
         reload_ms = {
             how: 1e3
-            * _median(
-                case.repeat(
-                    "stock_reload", case.folder / how, state, arguments.reload_runs, how=how
-                )
-            )
+            * _median(case.repeat("stock_reload", case.folder / how, state, o.reload_runs, how=how))
             for how in TENSOR_FILES
         }
         read_s = harness.measure(
             lambda: file_peers.read_file(case.path),
-            runs=arguments.runs,
+            runs=o.runs,
             before=partial(file_peers.prepare, case.path, state),
         ).median
         needed = {run["payload_bytes"] for run in warm}
@@ -196,62 +166,6 @@ def measure_turns(case: Case, report: Report) -> None:
             model_load_s=_median(warm, "model_load_s"),
             engine_s=_median(warm, "engine_s"),
         )
-        print(f"{case.name}, {state}: first token {first.median * 1e3:.1f} ms", flush=True)
-
-
-def measure_state(case: Case, report: Report) -> None:
-    arguments = case.arguments
-    ours = case.run(
-        "state", path=str(case.path), states=list(FILE_STATES), runs=arguments.state_runs
-    )
-    case.path.unlink()
-    payload: int = ours["payload_bytes"]
-    llama_gbs = _llama_state(case, ours["llama_shape"])
-    cached_files = _lmcache_files(case, payload)
-    for state in FILE_STATES:
-        rates = Timing(tuple(ours[state]["rates"]))
-        files = [entry for entry in cached_files if entry.state == state]
-        best = min(files, key=lambda entry: entry.load.median) if files else None
-        stored = min((entry.store.median for entry in files), default=None)
-        report.add(
-            shape=case.shape,
-            context=case.context,
-            file=state,
-            state_mib=payload / 2**20,
-            restore_gbs=rates.median / 1e9,
-            restore_spread=rates.spread,
-            read_gbs=ours["file_bytes"] / Timing(tuple(ours[state]["read_s"])).median / 1e9,
-            llama_gbs=llama_gbs.get(state, NOT_APPLICABLE),
-            lmcache_gbs=payload / best.load.median / 1e9 if best else NOT_APPLICABLE,
-            lmcache_store_gbs=payload / stored / 1e9 if stored else NOT_APPLICABLE,
-            lmcache_way=f"{best.adapter}, {best.object_bytes >> 10} KiB" if best else "skipped",
-        )
-        print(
-            f"{case.name}, {state}: the whole state at {rates.median / 1e9:.2f} GB/s",
-            flush=True,
-        )
-
-
-def _llama_state(case: Case, shape: Mapping[str, Any]) -> dict[str, float]:
-    if llama.missing():
-        return {}
-    rates = llama.restore_rates(
-        shape,
-        case.context,
-        case.folder / "llama.state",
-        FILE_STATES,
-        threads=case.arguments.threads,
-        runs=case.arguments.state_runs,
-    )
-    return {state: rate / 1e9 for state, rate in rates.items()}
-
-
-def _lmcache_files(case: Case, payload: int) -> list[lmcache.Files]:
-    if lmcache.missing():
-        return []
-    token_bytes = payload // case.context
-    sizes = [tokens * token_bytes for tokens in LMCACHE_TOKENS]
-    return lmcache.files(case.folder, payload, sizes, FILE_STATES, runs=case.arguments.state_runs)
 
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str = "first_token_s") -> float:
@@ -266,22 +180,16 @@ def compare_turns(report: Report) -> None:
             f"first token of a saved turn, {harness.tokens_name(context)}, {row['shape']}, "
             f"file {row['file']}"
         )
-        warm_ms = report.number(row, "first_token_ms")
-        beside = partial(report.compare, figure, ours=warm_ms, unit="ms", lower_is_better=True)
-        beside(
-            theirs=1e3 * report.number(row, "transformers_cold_s"),
-            peer="transformers, one-shot prefill",
-            aim=aim,
-        )
-        beside(theirs=1e3 * report.number(row, "cold_s"), peer="its own prefill", aim=aim)
-        for how, column in zip(TENSOR_FILES, ("torch_save_ms", "safetensors_ms")):
-            beside(theirs=report.number(row, column), peer=f"transformers from {how}", aim=None)
-        if row["llama_ms"] != NOT_APPLICABLE:
-            beside(
-                theirs=report.number(row, "llama_ms"),
-                peer=f"{llama.title()} from its state",
-                aim=None,
-            )
+        for column, scale, peer, least in (
+            ("transformers_cold_s", 1e3, "transformers, one-shot prefill", aim),
+            ("cold_s", 1e3, "its own prefill", aim),
+            ("torch_save_ms", 1, "transformers from torch.save", None),
+            ("safetensors_ms", 1, "transformers from safetensors", None),
+            ("llama_ms", 1, f"{llama.title()} from its state", None),
+        ):
+            if row[column] != NOT_APPLICABLE:
+                times = report.number(row, "first_token_ms"), scale * report.number(row, column)
+                report.compare(figure, *times, peer, "ms", least, lower_is_better=True)
     judge_flat(report)
 
 
@@ -310,90 +218,43 @@ def judge_flat(report: Report) -> None:
             )
 
 
-def compare_states(report: Report) -> None:
-    for row in report.rows:
-        name = harness.tokens_name(int(report.number(row, "context")))
-        figure = f"restoring all of a state, {name}, {row['shape']}, file {row['file']}"
-        beside = partial(
-            report.compare, figure, ours=report.number(row, "restore_gbs"), unit="GB/s"
-        )
-        beside(theirs=report.number(row, "read_gbs"), peer="reading the file into memory", aim=0.9)
-        if row["llama_gbs"] != NOT_APPLICABLE:
-            beside(theirs=report.number(row, "llama_gbs"), peer=llama.title(), aim=1.0)
-        if row["lmcache_gbs"] != NOT_APPLICABLE:
-            beside(theirs=report.number(row, "lmcache_gbs"), peer=lmcache.title(), aim=1.0)
-
-
-def main() -> None:
-    parser = harness.cli(__doc__)
-    parser.add_argument("--shapes", type=harness.parse_list)
-    parser.add_argument("--contexts", type=harness.parse_ints)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the gqa8 shapes")
-    parser.add_argument("--runs", type=int, default=3, help="fresh processes per restore")
-    parser.add_argument("--reload-runs", type=int, default=1, help="of stock caches read back")
-    parser.add_argument("--state-runs", type=int, default=3, help="restores of whole states")
-    parser.add_argument("--folder", type=Path, help="where states go; a temporary folder")
-    arguments = parser.parse_args()
-    cases = cases_of(arguments)
-    record = harness.start(arguments)
-    settings = {
-        "layers": {subjects.SHIPPED: 2, "gqa8": arguments.layers},
-        "pool_tokens": turns.POOL_TOKENS,
-        "chunks": turns.CHUNKS,
-        "runs": arguments.runs,
-        "llama_batch": llama.BATCH,
-    }
-    turn_report = Report(
-        harness.report_name("warm", arguments),
-        "Time to the first token after a restore in a fresh process, beside a cold prefill",
-        TURN_COLUMNS,
-        settings,
-        record,
-    )
-    state_report = Report(
-        harness.report_name("warm_state", arguments),
-        "Restoring the whole of a state, byte for byte",
-        STATE_COLUMNS,
-        settings,
-        record,
-    )
-    for peer in (llama, lmcache):
-        if reason := peer.missing():
-            state_report.skip(peer.title(), reason)
+def measure(asked: Asked) -> None:
+    asked.settings["layers"] = {subjects.SHIPPED: 2, "gqa8": asked.options.layers}
+    report = asked.report()
     if reason := llama.missing():
-        turn_report.skip(llama.title(), reason)
-    for shape, context in cases:
-        with scratch_folder(arguments.folder) as folder:
-            case = Case(shape, context, arguments, folder)
-            measure_turns(case, turn_report)
-            if context == max(other for name, other in cases if name == shape):
-                measure_state(case, state_report)
-    compare_turns(turn_report)
-    compare_states(state_report)
-    turn_report.finish()
-    state_report.finish()
+        report.skip(llama.title(), reason)
+    for case in asked.options.cases:
+        shape, _, context = case.rpartition(":")
+        with scratch_folder(asked.options.folder) as folder:
+            measure_turns(Case(shape, int(context), asked, folder), report)
+    compare_turns(report)
 
 
-def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
-    """What is measured: (shape, context). The larger shape once, at the context aims speak of."""
-    if arguments.quick:
-        arguments.runs, arguments.state_runs = 2, 1
-        usual = [("shipped", 2048), ("shipped", 4096), ("gqa8-bf16", 2048)]
-    elif arguments.full:
-        arguments.runs = max(arguments.runs, 5)
-        usual = [
-            (shape, tokens)
-            for shape in ("shipped", "gqa8-bf16")
-            for tokens in (4096, 8192, 16384, 32768, 65536)
-        ]
-    else:
-        usual = [("shipped", 4096), ("shipped", CONTEXT), ("gqa8-bf16", CONTEXT)]
-    if not (arguments.shapes or arguments.contexts):
-        return usual
-    shapes = arguments.shapes or list(dict.fromkeys(shape for shape, _ in usual))
-    contexts = arguments.contexts or sorted({tokens for _, tokens in usual})
-    return [(shape, tokens) for shape in shapes for tokens in contexts]
-
+SHAPES = ("shipped", "gqa8-bf16")
+STUDY = Study(
+    measure,
+    (
+        Table(
+            "warm",
+            "Time to the first token after a restore in a fresh process, beside a cold prefill",
+            TURN_COLUMNS,
+        ),
+    ),
+    (
+        Option(
+            "cases",
+            ["shipped:4096", f"shipped:{CONTEXT}", f"gqa8-bf16:{CONTEXT}"],
+            ["shipped:2048", "shipped:4096", "gqa8-bf16:2048"],
+            [f"{shape}:{4096 << i}" for shape in SHAPES for i in range(5)],
+            "SHAPE:TOKENS,...",
+        ),
+        Option("layers", LAYERS, help="of the gqa8 shapes"),
+        Option("runs", 3, 2, 5, "fresh processes per restore"),
+        Option("reload-runs", 1, help="of stock caches read back"),
+        Option("folder", None, help="where states go; a temporary folder", kind=Path),
+    ),
+    {"pool_tokens": turns.POOL_TOKENS, "chunks": turns.CHUNKS, "llama_batch": llama.BATCH},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

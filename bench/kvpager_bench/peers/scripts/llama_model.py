@@ -28,45 +28,14 @@ _WEIGHTS = {
 _KV_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
     "f16": llama_cpp.GGML_TYPE_F16,
-    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
-    "q4_0": llama_cpp.GGML_TYPE_Q4_0,
 }
 _KV_BYTES = {"f32": 4, "f16": 2}
 
 
-_OF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+def write_model(path: Path, shape: Mapping[str, Any]) -> None:
+    """A GGUF file of random weights, or nothing at all when interrupted.
 
-
-def name_of(tensor: str) -> str:
-    """What transformers calls a tensor of a GGUF file: "blk.0.attn_q.weight"."""
-    whole = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    first, *middle, _ = tensor.split(".")
-    if first != "blk":
-        return f"{whole[first]}.weight"
-    layer, part = middle
-    return f"model.layers.{layer}.{_OF_LAYER[part]}.weight"
-
-
-def write_model(
-    path: Path, shape: Mapping[str, Any], weights: Mapping[str, Any] | None = None
-) -> None:
-    """A GGUF file, or nothing at all when interrupted.
-
-    shape: layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, weights (f32, f16, bf16);
-    and, where they are not the usual ones, rope_base, epsilon, tied (the head to the embedding).
-    weights: by transformers' names, float32; random ones where they are not given.
+    shape: layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, weights (f32, f16, bf16).
     """
     hidden, dim = shape["hidden"], shape["head_dim"]
     q_rows, kv_rows = shape["heads"] * dim, shape["kv_heads"] * dim
@@ -80,35 +49,22 @@ def write_model(
     writer.add_head_count_kv(shape["kv_heads"])
     writer.add_key_length(dim)
     writer.add_value_length(dim)
-    writer.add_layer_norm_rms_eps(shape.get("epsilon", 1e-6))
-    writer.add_rope_freq_base(shape.get("rope_base", 10000.0))
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(shape["vocab"])
     writer.add_tokenizer_model("none")
     random = np.random.default_rng(0)
 
-    def given(name: str, expected: tuple[int, ...]) -> Any:
-        assert weights is not None
-        values = weights[name_of(name)]
-        if values.shape != expected or values.dtype != np.float32:
-            raise ValueError(f"{name_of(name)} is {values.dtype} {values.shape}, not {expected}")
-        return values
-
     def matrix(name: str, rows: int, columns: int) -> None:
         kind = _WEIGHTS[shape["weights"]]
-        if weights is None:
-            values = 0.02 * random.standard_normal((rows, columns), dtype=np.float32)
-        else:
-            values = given(name, (rows, columns))
+        values = 0.02 * random.standard_normal((rows, columns), dtype=np.float32)
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
     def vector(name: str, size: int) -> None:
-        values = np.ones(size, dtype=np.float32) if weights is None else given(name, (size,))
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, np.ones(size, dtype=np.float32))
 
     matrix("token_embd.weight", shape["vocab"], hidden)
     vector("output_norm.weight", hidden)
-    if not shape.get("tied", True):
-        matrix("output.weight", shape["vocab"], hidden)
     for layer in range(shape["layers"]):
         block = f"blk.{layer}."
         vector(f"{block}attn_norm.weight", hidden)
@@ -133,7 +89,6 @@ class Context:
     """A loaded model and one sequence.
 
     tokens: room in the KV cache, which is allocated and cleared here. kv: the type of K and V.
-    flash: its flash attention, which codes of V need.
     """
 
     def __init__(
@@ -144,7 +99,6 @@ class Context:
         batch: int,
         threads: int,
         kv: str,
-        flash: bool = True,
     ) -> None:
         llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -160,11 +114,7 @@ class Context:
         settings.type_k = settings.type_v = _KV_TYPES[kv]
         # Its faster way on a CPU, too; and without it V is kept transposed, whose state is put
         # together element by element.
-        settings.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if flash
-            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         settings.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._context:
@@ -186,31 +136,6 @@ class Context:
                 raise RuntimeError(f"llama_decode answered {code} at token {start}")
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self._vocab,)).argmax())
-
-    def logits(self, ids: Sequence[int], last: int) -> Any:
-        """Appends `ids` in batches; float32 [last, vocab], the logits after each of the last."""
-        said = np.empty((last, self._vocab), dtype=np.float32)
-        first = len(ids) - last
-        batch = llama_cpp.llama_batch_init(self.batch, 0, 1)
-        try:
-            for start in range(0, len(ids), self.batch):
-                part = ids[start : start + self.batch]
-                batch.n_tokens = len(part)
-                for row, token in enumerate(part):
-                    batch.token[row] = token
-                    batch.pos[row] = start + row
-                    batch.n_seq_id[row] = 1
-                    batch.seq_id[row][0] = _SEQUENCE
-                    batch.logits[row] = start + row >= first
-                code = llama_cpp.llama_decode(self._context, batch)
-                if code:
-                    raise RuntimeError(f"llama_decode answered {code} at token {start}")
-                for row in range(max(0, first - start), len(part)):
-                    found = llama_cpp.llama_get_logits_ith(self._context, row)
-                    said[start + row - first] = np.ctypeslib.as_array(found, shape=(self._vocab,))
-        finally:
-            llama_cpp.llama_batch_free(batch)
-        return said
 
     def close(self) -> None:
         llama_cpp.llama_free(self._context)
