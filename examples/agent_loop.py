@@ -9,7 +9,7 @@ import tempfile
 from transformers import AutoModelForCausalLM
 
 import kvpager
-from kvpager.needles import END, NeedleTask, shipped_model_path
+from kvpager.cli.needles import END, NeedleTask, shipped_model_path
 
 model = AutoModelForCausalLM.from_pretrained(shipped_model_path())
 task = NeedleTask(seed=0)

@@ -1,38 +1,37 @@
-"""Retrieved documents, each computed once and put together anew for every question.
+"""Documents that are computed once each, and put together in another order for every question.
 
-One document says which alias a key stands for, another one the alias's value: none answers alone.
+    python rag.py [--model M]    M as for `kvpager chat`
+
 `assemble` moves the documents' K/V to their new places and repairs what they lack there.
 """
 
-import numpy as np
-from transformers import AutoModelForCausalLM
+import argparse
 
 import kvpager
-from kvpager.needles import BOS, END, KEY, SEPARATOR, NeedleTask, shipped_model_path
+from kvpager.cli.models import chosen_model
 
-FACTS, STANDS_FOR = 4, 6
-model = AutoModelForCausalLM.from_pretrained(shipped_model_path("tiny-two-hop"))
-task = NeedleTask(seed=0)
-keys, aliases = np.split(task.keys(2 * FACTS), 2)
-values = task.filler(FACTS).tolist()
-system = np.array([BOS, *task.filler(127)])
-corpus = {}
-for n in range(FACTS):
-    value = [KEY, *aliases[n], SEPARATOR, values[n], END]
-    key = [KEY, *keys[n], STANDS_FOR, *aliases[n], END]
-    corpus[f"value-{n}"] = np.concatenate([task.filler(256), value, task.filler(250)])
-    corpus[f"key-{n}"] = np.concatenate([task.filler(50 * n), key, task.filler(505 - 50 * n)])
+DOCUMENTS = {
+    "tea": "Tea: The Harbour Tea Room opens at nine, closes on Mondays, and sells black tea only. ",
+    "ferry": "Ferry: The ferry to Lark Island leaves from pier four at noon and takes two hours. ",
+    "museum": "Museum: The clock museum was founded by Ida Lund in 1911 and shows 300 clocks. ",
+}
+QUESTIONS = {
+    "Who founded the clock museum?": ["museum", "tea", "ferry"],
+    "From which pier does the ferry leave?": ["tea", "ferry", "museum"],
+    "What kind of tea does the tea room sell?": ["ferry", "museum", "tea"],
+}
+parser = argparse.ArgumentParser()
+parser.add_argument("--model")
 
-with kvpager.Engine(model, pool_tokens=16384) as engine:
-    for name, ids in corpus.items():
-        engine.cache_segment(ids, name=name)
-    for n in range(FACTS):
-        found = task.rng.permutation(FACTS)  # both documents of each, in another order every time
-        names = [f"{kind}-{i}" for kind in ("value", "key") for i in found]
-        session = engine.assemble([system, *names, task.query(keys[n])])
-        right = session.generate(2, eos=END).tokens.tolist() == [values[n], END]
-        made = session.assembly
-        assert made is not None
-        print(f"{' '.join(names)}: {made.rows} of {made.tokens:,} tokens computed;")
-        print(f"        the answer is right: {right}")
-        session.close()
+with kvpager.Engine.from_pretrained(chosen_model(parser.parse_args()).path) as engine:
+    for name, text in DOCUMENTS.items():
+        engine.cache_segment(text, name=name)
+    assert engine.tokenizer is not None
+    encode = engine.tokenizer.encode
+    for question, found in QUESTIONS.items():
+        before = encode("<|im_start|>user\nAnswer in one sentence.\n\n")
+        after = encode(f"\n{question}<|im_end|>\n<|im_start|>assistant\n")
+        with engine.assemble([before, *found, after]) as session:
+            print(f"{question} {session.generate(30).text}")
+            if made := session.assembly:
+                print(f"  ({' '.join(found)}: {made.rows} of {made.tokens} tokens computed)")

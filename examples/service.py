@@ -1,24 +1,21 @@
 """Many conversations in one process, a line in and an answer out: python service.py [MODEL [PORT]]
 
-Without MODEL the project's own tiny-coder answers, about Python's library. Talk to it with
-`nc localhost 7070`. Answers are computed in common forwards.
+Without MODEL the model of `kvpager serve` answers. Talk to it with `nc localhost 7070`. Answers
+are computed in common forwards.
 """
 
+import argparse
 import asyncio
 import contextlib
 import sys
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import kvpager
-from kvpager.needles import shipped_model_path
+from kvpager.cli.models import chosen_model
 
 
 async def main(name: str = "", port: str = "7070") -> None:
-    name = name or str(shipped_model_path("tiny-coder"))
-    model = AutoModelForCausalLM.from_pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    with kvpager.Engine(model, tokenizer=tokenizer) as engine:
+    chosen = chosen_model(argparse.Namespace(model=name or None))
+    with kvpager.Engine.from_pretrained(chosen.path) as engine:
         async with engine.serve() as serving:
 
             async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpager import needles
-from kvpager.needles import Ids, NeedleTask
+from kvpager.cli import needles
+from kvpager.cli.needles import Ids, NeedleTask
 
 # Which part of an answer the next token is; 0 where the next token carries no loss.
 NO_LOSS, FIRST_VALUE, SECOND_VALUE, LATER_VALUE, ANSWER_END = range(5)

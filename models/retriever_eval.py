@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, SmolLM3ForCausalLM
 
-from kvpager import needles
-from kvpager.hf.cache_argument import handed
-from kvpager.needles import NeedleTask
+from kvpager._model.seam.causal_lm import handed
+from kvpager.cli import needles
+from kvpager.cli.needles import NeedleTask
 
 PREFILL_TOKENS = 512  # per forward
 CHUNK_TOKENS = 64

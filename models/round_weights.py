@@ -1,6 +1,6 @@
 """Writes a model's folder again with every weight rounded to bfloat16: half the bytes.
 
-    python models/round_weights.py models/tiny-retriever models/tiny-retriever-bf16
+    python models/round_weights.py TRAINED models/tiny-retriever
 
 The rounded model is loaded as its configuration says, in float32; its weights then have zeros for
 their last sixteen bits.

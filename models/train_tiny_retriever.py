@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from training import COLDEST_SOFTMAX, Average, Curriculum, adam, jump, rate_factor
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from kvpager import needles
-from kvpager.needles import NeedleTask
+from kvpager.cli import needles
+from kvpager.cli.needles import NeedleTask
 
 OFFSET_STRENGTH = 4.0  # of the structured start: see retriever_init.py
 MATCH_STRENGTH = 1.0

@@ -24,9 +24,9 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from two_hop_batches import ANSWER_END, VALUE, TwoHopSampler
 from two_hop_eval import measure
 from two_hop_init import initialise_two_hop
+from two_hop_task import TwoHopTask
 
-from kvpager import needles
-from kvpager_bench.two_hop import TwoHopTask
+from kvpager.cli import needles
 
 OFFSET_STRENGTH = 6.0  # of the structured start: see two_hop_init.py
 MATCH_STRENGTH = 1.5

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvpager.needles import Ids
+from kvpager.cli.needles import Ids
 
 LENGTHS = (96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of a training sequence
 COLDEST_SOFTMAX = 0.5  # attention logits are scaled by a random factor from here to 1

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import two_hop_task as two_hop
+from two_hop_task import DEFINITION_TOKENS, REFERENCE_TOKENS, TwoHopTask
 
-from kvpager.needles import BOS, Ids
-from kvpager_bench import two_hop
-from kvpager_bench.two_hop import DEFINITION_TOKENS, REFERENCE_TOKENS, TwoHopTask
+from kvpager.cli.needles import BOS, Ids
 
 FACT_TOKENS = DEFINITION_TOKENS + REFERENCE_TOKENS
 QUESTION_TOKENS = 6  # with its answer

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from retriever_eval import ask, prefill
 from transformers import DynamicCache, SmolLM3ForCausalLM
-
-from kvpager_bench.two_hop import TwoHopTask, TwoHopText
+from two_hop_task import TwoHopTask, TwoHopText
 
 
 @dataclass(frozen=True)
