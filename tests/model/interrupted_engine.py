@@ -105,6 +105,11 @@ def score(s: Subject) -> None:
     s.engine.score(OTHER)
 
 
+def log_probabilities(s: Subject) -> None:
+    (made,) = s.engine.logprobs([(OTHER[:50], OTHER[50:])])
+    made.logprobs.sum().backward()
+
+
 def logits(s: Subject) -> None:
     s.session.trim(50)
     assert s.session.logits is not None
@@ -204,6 +209,7 @@ OPERATIONS = [
     fork,
     save,
     score,
+    log_probabilities,
     logits,
     close,
     assemble,

@@ -73,6 +73,12 @@ ARCHITECTURES = {
         },
     ),
 }
+# Of these, log-probabilities with gradients alone are tried.
+MORE_ARCHITECTURES = {
+    "qwen2": (transformers.Qwen2Config, {}),  # biases
+    "olmo2": (transformers.Olmo2Config, {}),  # norms after attention, and of all heads together
+    "phi3": (transformers.Phi3Config, {}),  # one product for queries, keys and values
+}
 EXPERTS = ("qwen3_moe", "gpt_oss")
 SHIPPED = "tiny-retriever"
 PROMISED = ["llama", "qwen3", "mistral", "smollm3", SHIPPED]
@@ -93,7 +99,7 @@ def build(architecture, dtype="float32", *, hidden=256, tied=None, group=None, *
     if architecture == SHIPPED:
         folder = Path(__file__).parents[2] / "models" / SHIPPED
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
-    kind, options = ARCHITECTURES[architecture]
+    kind, options = {**ARCHITECTURES, **MORE_ARCHITECTURES}[architecture]
     shape = {**COMMON, **options, **SIZES[hidden]}
     if architecture == "smollm3":
         shape["no_rope_layers"] = shape["no_rope_layers"][: shape["num_hidden_layers"]]

@@ -15,7 +15,7 @@ GRADIENTS = (
         name="a-gradient-forgets-the-selection",
         breaks="gradients flow to the chunks that a row selected, and to no others",
         file=FILE + "attention.py",
-        old="        if self._selected[call.layer] is None:\n            return seen\n",
+        old="        if chosen is None:\n            return seen\n",
         new="        if True:\n            return seen\n",
         killers=(SELECTED,),
     ),

@@ -257,32 +257,42 @@ class PieceAttention:
     def _blocks(self, call: Call, q_heads: int) -> list[_Block]:
         """Rows of one group each, few enough for their scores to be small."""
         blocks = []
+        chosen = self._chosen(call.layer)
         for group in self._groups:
             most = max(1, _SCORE_BYTES // (4 * q_heads * len(group.key_positions)))
             for start in range(0, len(group.rows), most):
                 some = slice(start, start + most)
-                blocks.append(_Block(self, group, some, call, q_heads))
+                visible = self._visible(group, some, call.window, chosen)
+                blocks.append(_Block(self, group.rows[some], group, visible, call, q_heads))
         return blocks
 
-    def visible(self, group: Group, some: slice, call: Call) -> Tensor:
-        """[1 or kv_heads, r, n] bool, what rows of a group see at a layer."""
-        seen = group.earlier[some]
-        if call.window is not None:
-            limits = group.positions[some].unsqueeze(1) - call.window
-            seen = seen & (group.key_positions > limits)
-        seen = seen.unsqueeze(0)
-        if self._selected[call.layer] is None:
-            return seen
-        offsets, chunks = self._selected[call.layer]
-        heads, size = self._layout.kv_heads, self._layout.chunk_tokens
-        count = int(group.key_positions.max()) // size + 1
+    def _chosen(self, layer: int) -> Tensor | None:
+        """[kv_heads, rows, chunks] bool, what the rows selected; None: everything."""
+        if self._selected[layer] is None:
+            return None
+        offsets, chunks = self._selected[layer]
+        last = max(int(group.key_positions.max()) for group in self._groups)
+        count = last // self._layout.chunk_tokens + 1
         chosen = np.zeros((len(offsets) - 1, count), dtype=bool)
         of_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         inside = chunks < count
         chosen[of_row[inside], chunks[inside]] = True
-        of_heads = torch.from_numpy(chosen).view(-1, heads, count).to(seen.device)
-        of_heads = of_heads[group.rows[some]].transpose(0, 1)
-        return seen & of_heads.index_select(2, group.key_positions // size)
+        heads = self._layout.kv_heads
+        return torch.from_numpy(chosen).view(-1, heads, count).transpose(0, 1).to(self._device)
+
+    def _visible(
+        self, group: Group, some: slice, window: int | None, chosen: Tensor | None
+    ) -> Tensor:
+        """[1 or kv_heads, r, n] bool, which keys rows of a group see."""
+        seen = group.earlier[some]
+        if window is not None:
+            limits = group.positions[some].unsqueeze(1) - window
+            seen = seen & (group.key_positions > limits)
+        seen = seen.unsqueeze(0)
+        if chosen is None:
+            return seen
+        places = group.key_positions // self._layout.chunk_tokens
+        return seen & chosen[:, group.rows[some]].index_select(2, places)
 
     def kept(self, branch: Branch) -> Kept:
         """Returns what is kept of a branch."""
@@ -298,12 +308,17 @@ class _Block:
     """
 
     def __init__(
-        self, piece: PieceAttention, group: Group, some: slice, call: Call, q_heads: int
+        self,
+        piece: PieceAttention,
+        rows: Tensor,
+        group: Group,
+        visible: Tensor,
+        call: Call,
+        q_heads: int,
     ) -> None:
-        self.rows = group.rows[some]
+        self.rows = rows
         self._piece = piece
         self._call = call
-        visible = piece.visible(group, some, call)
         self._keys = group.keys(visible.any(0).any(0))
         self._hidden = ~torch.cat([visible[:, :, each[3]] for each in self._keys], 2)
         pairs = [piece.kept(b).rows(call.layer, lo, hi) for b, lo, hi, _ in self._keys]
