@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -109,32 +110,33 @@ def longest_prefix(
         now_ns: expired snapshots serve nothing.
         ttl_seconds: the store's own time to live.
     """
-    places = catalogue.chunks_named(hashes)
-    known = next((chunk for chunk, found in enumerate(places) if not found), len(places))
+
+    @functools.cache
+    def places(chunk: int) -> list[PackChunk]:
+        return catalogue.chunks_named(hashes[chunk : chunk + 1])[0]
 
     def holders(chunk: int) -> Iterator[Snapshot]:
-        for place in places[chunk]:
+        for place in places(chunk):
             for snapshot in catalogue.holders(place):
                 is_alive = not snapshot.expired(now_ns, ttl_seconds)
-                if is_alive and _is_whole(catalogue, snapshot, places[: chunk + 1]):
+                if is_alive and _is_whole(catalogue, snapshot, hashes[: chunk + 1]):
                     yield snapshot
 
-    chunks = bisect.bisect_left(range(known), True, key=lambda c: next(holders(c), None) is None)
+    everything = range(len(hashes))
+    chunks = bisect.bisect_left(everything, True, key=lambda c: next(holders(c), None) is None)
     if not chunks:
         return None
     some = itertools.islice(holders(chunks - 1), _SOME)
     return max(some, key=lambda snapshot: snapshot.last_used_ns), chunks
 
 
-def _is_whole(
-    catalogue: Catalogue, snapshot: Snapshot, places: Sequence[Sequence[PackChunk]]
-) -> bool:
-    """Whether a snapshot has all these chunks undamaged. places: undamaged ones, of each chunk."""
+def _is_whole(catalogue: Catalogue, snapshot: Snapshot, hashes: Sequence[bytes]) -> bool:
+    """Whether a snapshot that has the last of these chunks has all of them undamaged."""
     uses = snapshot.manifest.uses
     tables = [catalogue.pack(pack) for pack in uses]
     if all(table is not None and not table.error and not table.damaged for table in tables):
-        return True  # it has the last one, and so all
+        return True
     return all(
         any(place.pack in uses and place.chunk in uses[place.pack] for place in found)
-        for found in places
+        for found in catalogue.chunks_named(hashes)
     )
