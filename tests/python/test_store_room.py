@@ -6,9 +6,9 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from small_store import CHUNK, SLACK, Author, C, files, fill, names, one, packs, size, text
@@ -16,8 +16,9 @@ from small_store import CHUNK, SLACK, Author, C, files, fill, names, one, packs,
 from kvpager.errors import CapacityError, InvalidArgumentError, StorageError
 from kvpager.stores import DirectoryStore
 from kvpager.stores.budget import EvictionCandidate, Room, choose_victims
-from kvpager.stores.sharing import MERGED_PACKS, plan_write
-from kvpager.stores.tables import PackChunk
+from kvpager.stores.catalogue import Catalogue
+from kvpager.stores.sharing import MERGED_PACKS, plan_write, shared_runs
+from kvpager.stores.tables import Hashes, Pack, PackChunk, Run, Stamp
 
 
 @contextlib.contextmanager
@@ -32,18 +33,78 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
 # The plan.
 
 
-def test_a_plan_takes_the_fewest_packs_and_merges_the_smallest_when_there_are_too_many() -> None:
-    found = [[PackChunk(f"{n:032x}", 0)] for n in range(80)] + [[] for _ in range(20)]
-    for n in range(70, 80):
-        found[n].append(PackChunk("f" * 32, n - 70))  # has the last ten of them together
-    plan = plan_write(found)
-    assert {plan.shared[n].pack for n in range(70, 80)} == {"f" * 32}
+class Packs:
+    """A catalogue of packs [(chain hash, content id), ...] by id, of which some are damaged."""
+
+    def __init__(self, packs: dict[str, list[Hashes]], damaged: Collection[PackChunk] = ()) -> None:
+        self.packs = {
+            name: Pack(
+                name,
+                "",
+                Stamp(0, 0, 0),
+                chunks=len(chunks),
+                hashes=b"".join(map(b"".join, chunks)),
+                damaged=frozenset(place.chunk for place in damaged if place.pack == name),
+            )
+            for name, chunks in packs.items()
+        }
+        self.pack = self.packs.get
+        self.looked_up = 0
+
+    def chunks_of_keys(self, chains: Sequence[bytes]) -> list[list[PackChunk]]:
+        self.looked_up += len(chains)
+        return [
+            [
+                PackChunk(name, chunk)
+                for name, pack in self.packs.items()
+                for chunk in range(pack.chunks)
+                if pack.chunk(chunk)[0][:8] == chain[:8] and pack.is_sound(chunk)
+            ]
+            for chain in chains
+        ]
+
+
+def named(count: int) -> list[Hashes]:
+    return [(n.to_bytes(32, "little"), bytes(16)) for n in range(count)]
+
+
+def runs_of(catalogue: Packs, wanted: Sequence[Hashes], avoid: Set[str] = frozenset()) -> list[Run]:
+    return shared_runs(cast(Catalogue, catalogue), wanted, avoid)
+
+
+def test_a_text_that_goes_on_is_found_in_its_longest_runs_and_little_is_looked_up() -> None:
+    wanted = named(1000)
+    catalogue = Packs({"a": wanted[:600], "b": wanted[500:990], "c": wanted[590:600]})
+    assert runs_of(catalogue, wanted) == [Run(0, 600, "a", 0), Run(600, 390, "b", 100)]
+    assert catalogue.looked_up < 20
+    assert runs_of(catalogue, wanted, {"a"})[0] == Run(500, 490, "b", 0)
+    assert runs_of(Packs({}), wanted) == []
+
+
+def test_a_run_ends_before_damage_and_before_other_content() -> None:
+    wanted = named(20)
+    other = [*wanted[:7], (wanted[7][0], b"x" * 16), *wanted[8:]]
+    catalogue = Packs({"a": wanted, "b": other}, [PackChunk("a", 5)])
+    assert runs_of(catalogue, wanted) == [
+        Run(0, 7, "b", 0),
+        Run(7, 13, "a", 7),
+    ]
+    catalogue = Packs({"a": other}, [PackChunk("a", 5)])
+    assert runs_of(catalogue, wanted) == [Run(0, 5, "a", 0), Run(6, 1, "a", 6), Run(8, 12, "a", 8)]
+
+
+def test_a_plan_merges_the_smallest_packs_when_there_are_too_many() -> None:
+    found = [Run(n, 1, f"{n:032x}", 0) for n in range(70)] + [Run(70, 10, "f" * 32, 0)]
+    plan = plan_write(100, found)
+    assert Run(70, 10, "f" * 32, 0) in plan.shared
     assert len(plan.shared_packs) + 1 == MERGED_PACKS
-    assert set(plan.write) | set(plan.shared) == set(range(100))
-    assert not set(plan.write) & set(plan.shared)
-    few = plan_write(found[:63])
+    shared = {chunk for run in plan.shared for chunk in range(run.first, run.first + run.chunks)}
+    assert set(plan.write) | shared == set(range(100))
+    assert not set(plan.write) & shared
+    assert plan.shared_chunks == len(shared)
+    few = plan_write(63, found[:63])
     assert few.write == ()
-    assert few.shared[5] == PackChunk(f"{5:032x}", 0)
+    assert few.shared == tuple(found[:63])
 
 
 def room(

@@ -819,14 +819,14 @@ class Catalogue:
         """For each chain hash and content id, the places of undamaged chunks with these bytes."""
         return [
             [place for place in places if self._chunk(place) == both]
-            for both, places in zip(hashes, self._of_keys([chain for chain, _ in hashes]))
+            for both, places in zip(hashes, self.chunks_of_keys([chain for chain, _ in hashes]))
         ]
 
     def chunks_named(self, chains: Sequence[bytes]) -> list[list[PackChunk]]:
         """For each chain hash, the places of undamaged chunks with this name."""
         return [
             [place for place in places if self._chunk(place)[0] == chain]
-            for chain, places in zip(chains, self._of_keys(chains))
+            for chain, places in zip(chains, self.chunks_of_keys(chains))
         ]
 
     def _chunk(self, place: PackChunk) -> Hashes:
@@ -834,7 +834,7 @@ class Catalogue:
         assert table is not None
         return table.chunk(place.chunk)
 
-    def _of_keys(self, chains: Sequence[bytes]) -> list[list[PackChunk]]:
+    def chunks_of_keys(self, chains: Sequence[bytes]) -> list[list[PackChunk]]:
         """Places of undamaged chunks whose chain hashes begin as these do."""
         keys = [_key(chain) for chain in chains]
         found: dict[int, list[PackChunk]] = {}

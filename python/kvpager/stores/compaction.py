@@ -27,7 +27,7 @@ from kvpager.stores.names import new_pack_id
 from kvpager.stores.saving import PACK_SESSION
 from kvpager.stores.settings import StoreSettings
 from kvpager.stores.sharing import MAX_PACKS, table_of
-from kvpager.stores.tables import Pack, PackChunk, Snapshot
+from kvpager.stores.tables import Pack, PackChunk, Run, Snapshot
 
 
 def check_places(
@@ -97,9 +97,9 @@ def _repoint_one(
         old = [PackChunk(ids[pack], chunk) for pack, chunk in reader.places.tolist()]
         new = [moves.get(place, place) for place in old]
         table = table_of(
-            new,
+            [Run(chunk, 1, *place) for chunk, place in enumerate(new)],
             lambda pack: sizes.get(pack) or _chunks(catalogue, pack),
-            reader.summary_checksums.tolist().__getitem__,
+            reader.summary_checksums,
         )
         texts = (reader.fingerprint, reader.session)
         bound = _core.snapshot_file_bytes(

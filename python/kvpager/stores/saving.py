@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpager import _core
 from kvpager._support.section_json import section_or_empty
 from kvpager.errors import CapacityError, InvalidArgumentError, PagerError
@@ -28,8 +31,8 @@ from kvpager.stores.names import check_name, new_pack_id
 from kvpager.stores.origin import Origin, with_name
 from kvpager.stores.removal import remove_strays, remove_unneeded_packs
 from kvpager.stores.settings import StoreSettings
-from kvpager.stores.sharing import PackTable, WritePlan, plan_write, table_of
-from kvpager.stores.tables import SIDECAR_BYTES, PackChunk, Sidecar, Snapshot
+from kvpager.stores.sharing import WritePlan, plan_write, shared_runs, table_of
+from kvpager.stores.tables import SIDECAR_BYTES, Sidecar, Snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,7 +90,7 @@ class Saving:
         self._pack: _core.SnapshotWriter | None = None
         self._manifest: _core.SnapshotWriter | None = None
         self._sizes: dict[str, int] = {}
-        self._summary_checksums: dict[int, int] = {}
+        self._summary_checksums: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
     def begin(
         self,
@@ -108,18 +111,15 @@ class Saving:
         content = self._content
         self._check_name(catalogue)
         hashes = list(zip(content.chain_hashes, content.content_ids))
-        found = catalogue.places(hashes)
-        if avoid:
-            found = [[place for place in places if place.pack not in avoid] for places in found]
-        self.plan = plan_write(found)
+        self.plan = plan_write(len(hashes), shared_runs(catalogue, hashes, avoid))
         shared_packs = frozenset(self.plan.shared_packs)
         self._hold.add(catalogue.pack_path(pack) for pack in sorted(shared_packs))
         tables = {pack: table for pack in shared_packs if (table := catalogue.pack(pack))}
         self._sizes = {pack: table.chunks for pack, table in tables.items()}
-        self._summary_checksums = {
-            chunk: int(tables[place.pack].summary_checksums[place.chunk])
-            for chunk, place in self.plan.shared.items()
-        }
+        self._summary_checksums = np.zeros(len(hashes), dtype=np.uint64)
+        for first, chunks, pack, place in self.plan.shared:
+            of_pack = tables[pack].summary_checksums
+            self._summary_checksums[first : first + chunks] = of_pack[place : place + chunks]
         pack_bytes, manifest_bytes = self._bounds()
         self.pack_bytes = pack_bytes
         tidy(catalogue, settings, now_ns)
@@ -211,9 +211,10 @@ class Saving:
                 content, new, self._fingerprint, PACK_SESSION, progress
             )
             self._sizes[self.pack_id] = len(new)
-            self._summary_checksums.update(zip(new, self._pack.summary_checksums.tolist()))
+            self._summary_checksums[new] = self._pack.summary_checksums
         if content.sealed_chunks:
-            table = self._table()
+            runs = self.plan.runs(self.pack_id)
+            table = table_of(runs, self._sizes.__getitem__, self._summary_checksums)
             self.bytes_written += self._manifest.write_manifest(
                 content,
                 table.packs,
@@ -230,15 +231,6 @@ class Saving:
         self.logical_digest = self._manifest.logical_digest
         if progress is not None and self._pack is None:
             progress(self.bytes_written, self.bytes_written)
-
-    def _table(self) -> PackTable:
-        numbers = {chunk: i for i, chunk in enumerate(self.plan.write)}
-        shared = self.plan.shared
-        places = [
-            shared[chunk] if chunk in shared else PackChunk(self.pack_id, numbers[chunk])
-            for chunk in range(self._content.sealed_chunks)
-        ]
-        return table_of(places, self._sizes.__getitem__, self._summary_checksums.__getitem__)
 
     def publish(
         self, catalogue: Catalogue, settings: StoreSettings, now_ns: int
@@ -276,9 +268,9 @@ class Saving:
             path=self._path,
             tokens=tokens_of(content, self._values),
             chunks=content.chunks,
-            chunks_written=content.chunks - len(self.plan.shared),
+            chunks_written=content.chunks - self.plan.shared_chunks,
             bytes_written=self.bytes_written,
-            bytes_shared=len(self.plan.shared) * content.layout.chunk_bytes,
+            bytes_shared=self.plan.shared_chunks * content.layout.chunk_bytes,
             logical_digest=self.logical_digest,
             seconds=seconds,
             companions=companions,

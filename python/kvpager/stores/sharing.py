@@ -6,15 +6,16 @@ import bisect
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.tables import PackChunk, Snapshot
+from kvpager.stores.tables import BOTH, Hashes, Pack, PackChunk, Run, Snapshot
 
+_LOOKED_UP = 512  # most chunks at once
 _SOME = 16  # of several snapshots with the longest prefix, as many are compared
 MAX_PACKS = 64  # of one manifest; a reader needs a descriptor for each
 # If there would be more packs, the smallest are merged until this many are left. That is far below
@@ -25,15 +26,28 @@ MERGED_PACKS = 32
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Sealed chunks by number: those to write, ascending, and the places of the others."""
+    """Sealed chunks by number: those to write, ascending, and where the others are.
+
+    shared: by ascending chunks, which do not overlap.
+    """
 
     write: tuple[int, ...]
-    shared: dict[int, PackChunk]
+    shared: tuple[Run, ...]
 
     @property
     def shared_packs(self) -> set[str]:
         """Ids of existing packs that the snapshot will need."""
-        return {place.pack for place in self.shared.values()}
+        return {run.pack for run in self.shared}
+
+    @property
+    def shared_chunks(self) -> int:
+        """How many chunks are not written."""
+        return sum(run.chunks for run in self.shared)
+
+    def runs(self, pack: str) -> list[Run]:
+        """All sealed chunks, those to write one behind the other in a pack of this id."""
+        written = [Run(chunk, 1, pack, i) for i, chunk in enumerate(self.write)]
+        return sorted([*self.shared, *written])
 
 
 @dataclass(frozen=True)
@@ -51,48 +65,88 @@ class PackTable:
     summary_checksums: npt.NDArray[np.uint64]
 
 
-def plan_write(found: Sequence[Sequence[PackChunk]]) -> WritePlan:
-    """Chooses the chunks to write: as few bytes as possible with at most MAX_PACKS packs.
+def shared_runs(
+    catalogue: Catalogue, hashes: Sequence[Hashes], avoid: Set[str] = frozenset()
+) -> list[Run]:
+    """Where undamaged chunks with these hashes are: from the first one on the longest runs.
 
-    found: the store's places of each of the snapshot's sealed chunks.
+    A chunk is looked up only where a run begins, or none is: a text that goes on costs what is new.
+
+    avoid: packs that are not used.
     """
-    popularity = Counter(place.pack for places in found for place in places)
-    shared = {
-        chunk: max(places, key=lambda place: (popularity[place.pack], place))
-        for chunk, places in enumerate(found)
-        if places
-    }
-    used = Counter(place.pack for place in shared.values())
-    write = len(shared) < len(found)
-    if len(used) + write > MAX_PACKS:
+    wanted, chains = b"".join(map(b"".join, hashes)), [chain for chain, _ in hashes]
+
+    def run_at(chunk: int, place: PackChunk) -> Run:
+        pack = catalogue.pack(place.pack)
+        chunks = 0 if pack is None else _equal_chunks(pack, place.chunk, wanted, chunk)
+        return Run(chunk, chunks, *place)
+
+    runs, chunk, some = [], 0, 1
+    while chunk < len(hashes):
+        first, looked_up = chunk, catalogue.chunks_of_keys(chains[chunk : chunk + some])
+        while chunk < min(len(hashes), first + len(looked_up)):
+            places = [place for place in looked_up[chunk - first] if place.pack not in avoid]
+            found = [run_at(chunk, place) for place in places]
+            best = max(found, key=lambda run: (run.chunks, run.pack, run.place), default=None)
+            if best is None or not best.chunks:
+                chunk += 1
+                continue
+            runs.append(best)
+            chunk += best.chunks
+        some = min(2 * some, _LOOKED_UP)
+    return runs
+
+
+def _equal_chunks(pack: Pack, place: int, wanted: bytes, chunk: int) -> int:
+    """How many undamaged chunks of a pack, from `place` on, have the hashes from `chunk` on."""
+    last = min((each for each in pack.damaged if each >= place), default=pack.chunks)
+    own, other = pack.hashes[BOTH * place : BOTH * last], wanted[BOTH * chunk :]
+    size = min(len(own), len(other))
+    own, other = own[:size], other[:size]
+    if own == other:
+        return size // BOTH
+    rows = (np.frombuffer(each, np.uint8).reshape(-1, BOTH) for each in (own, other))
+    return int(np.not_equal(*rows).any(1).argmax())
+
+
+def plan_write(chunks: int, found: Sequence[Run]) -> WritePlan:
+    """Chooses the chunks to write: those that were not found, and more for at most MAX_PACKS packs.
+
+    chunks: of the text. found: ascending.
+    """
+    used: Counter[str] = Counter()
+    for run in found:
+        used[run.pack] += run.chunks
+    writes = used.total() < chunks
+    if len(used) + writes > MAX_PACKS:
         smallest = sorted(used, key=lambda pack: (used[pack], pack))
         merged = set(smallest[: len(used) + 1 - MERGED_PACKS])
-        shared = {chunk: place for chunk, place in shared.items() if place.pack not in merged}
-    return WritePlan(tuple(c for c in range(len(found)) if c not in shared), shared)
+        found = [run for run in found if run.pack not in merged]
+    missing = np.ones(chunks, dtype=bool)
+    for run in found:
+        missing[run.first : run.first + run.chunks] = False
+    return WritePlan(tuple(np.flatnonzero(missing).tolist()), tuple(found))
 
 
 def table_of(
-    places: Sequence[PackChunk],
+    runs: Sequence[Run],
     sizes: Callable[[str], int],
-    summary_checksum: Callable[[int], int],
+    summary_checksums: npt.NDArray[np.uint64],
 ) -> PackTable:
-    """The pack table of a manifest whose sealed chunk i is at places[i].
+    """The pack table of a manifest whose sealed chunks are in these runs, ascending.
 
     Args:
-        places: of all sealed chunks.
+        runs: of all sealed chunks.
         sizes: returns the number of chunks of a pack.
-        summary_checksum: returns that of a sealed chunk.
+        summary_checksums: [sealed chunks].
     """
     numbers: dict[str, int] = {}
-    for place in places:
-        numbers.setdefault(place.pack, len(numbers))
-    return PackTable(
-        [(pack, sizes(pack)) for pack in numbers],
-        np.array([(numbers[place.pack], place.chunk) for place in places], dtype=np.uint32).reshape(
-            -1, 2
-        ),
-        np.array([summary_checksum(i) for i in range(len(places))], dtype=np.uint64),
-    )
+    places = np.empty((len(summary_checksums), 2), dtype=np.uint32)
+    for run in runs:
+        some = slice(run.first, run.first + run.chunks)
+        places[some, 0] = numbers.setdefault(run.pack, len(numbers))
+        places[some, 1] = np.arange(run.place, run.place + run.chunks)
+    return PackTable([(pack, sizes(pack)) for pack in numbers], places, summary_checksums)
 
 
 def longest_prefix(

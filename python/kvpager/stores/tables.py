@@ -41,6 +41,18 @@ class PackChunk(NamedTuple):
     chunk: int
 
 
+class Run(NamedTuple):
+    """Consecutive chunks of a text that follow each other in a pack.
+
+    first, chunks: of the text. place: the first one's number in the pack.
+    """
+
+    first: int
+    chunks: int
+    pack: str
+    place: int
+
+
 SIDECAR_BYTES = 256  # more than any sidecar has
 
 
@@ -104,7 +116,7 @@ class Stamp(NamedTuple):
 
 
 HASH_BYTES, CONTENT_BYTES = 32, 16  # of a chain hash and of a content id
-_BOTH = HASH_BYTES + CONTENT_BYTES
+BOTH = HASH_BYTES + CONTENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class Pack:
 
     def chunk(self, number: int) -> Hashes:
         """Chain hash and content id of a chunk."""
-        both = self.hashes[_BOTH * number : _BOTH * (number + 1)]
+        both = self.hashes[BOTH * number : BOTH * (number + 1)]
         return both[:HASH_BYTES], both[HASH_BYTES:]
 
     def is_sound(self, number: int) -> bool:
