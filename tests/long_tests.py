@@ -11,6 +11,7 @@ command line runs.
 from __future__ import annotations
 
 import resource
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def _function(name: str) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--seconds", type=float, help="skip the tests that would begin after so many seconds"
+    )
+    parser.addoption(
         "--time-tests", action="store_true", help=f"time the tests and write {LIST.name}"
     )
 
@@ -60,10 +64,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seconds") is not None:
+        config.pluginmanager.register(Limit(config.getoption("--seconds")))
     if config.getoption("--time-tests"):
         config.pluginmanager.register(Clock())
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(Timing())
+
+
+class Limit:
+    """Skips the tests that would begin too late."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self._end:
+            pytest.skip("no time was left (--seconds)")
 
 
 class Clock:
