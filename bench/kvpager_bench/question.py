@@ -172,9 +172,22 @@ _ALL = (
     ),
     Question(
         "training_cost",
-        "what a training step with the rollout's bits costs",
-        5,
+        "what a training step with the rollout's bits costs, in time and memory",
+        25,
         (_STOCK,),
+        in_suite=False,
+    ),
+    Question(
+        "long_texts",
+        "what a turn costs as its text grows to a million tokens",
+        3,
+        ("the same at 32K",),
+        in_suite=False,
+    ),
+    Question(
+        "bounds",
+        "how much of a selection's scan exact bounds could leave out",
+        3,
         in_suite=False,
     ),
     Question(
