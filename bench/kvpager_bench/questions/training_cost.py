@@ -55,8 +55,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "0.1b, 6 layers": Shape(LlamaConfig, SMOLLM2, 6, 1),
-    "0.6b, 6 layers": Shape(Qwen3Config, QWEN3, 6, 4),
+    "0.1b-6-layers": Shape(LlamaConfig, SMOLLM2, 6, 1),
+    "0.6b-6-layers": Shape(Qwen3Config, QWEN3, 6, 4),
     "0.1b": Shape(LlamaConfig, SMOLLM2, 30, 1),
     "0.6b": Shape(Qwen3Config, QWEN3, 28, 4),
 }
@@ -191,8 +191,8 @@ STUDY = Study(
         Option("repeats", 1),
         Option(
             "shapes",
-            ["0.1b, 6 layers", "0.6b, 6 layers"],
-            quick=["0.1b, 6 layers"],
+            ["0.1b-6-layers", "0.6b-6-layers"],
+            quick=["0.1b-6-layers"],
             full=list(SHAPES),
             among=SHAPES,
         ),
