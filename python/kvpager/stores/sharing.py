@@ -99,14 +99,20 @@ def shared_runs(
 
 def _equal_chunks(pack: Pack, place: int, wanted: bytes, chunk: int) -> int:
     """How many undamaged chunks of a pack, from `place` on, have the hashes from `chunk` on."""
-    last = min((each for each in pack.damaged if each >= place), default=pack.chunks)
-    own, other = pack.hashes[BOTH * place : BOTH * last], wanted[BOTH * chunk :]
-    size = min(len(own), len(other))
-    own, other = own[:size], other[:size]
-    if own == other:
-        return size // BOTH
-    rows = (np.frombuffer(each, np.uint8).reshape(-1, BOTH) for each in (own, other))
-    return int(np.not_equal(*rows).any(1).argmax())
+    damaged = (each for each in pack.damaged if each >= place)
+    end = min(damaged, default=pack.chunks)
+    most = min(end - place, len(wanted) // BOTH - chunk)
+    equal, some = 0, 16
+    while equal < most:
+        some = min(some, most - equal)
+        own = pack.hashes[BOTH * (place + equal) : BOTH * (place + equal + some)]
+        other = wanted[BOTH * (chunk + equal) : BOTH * (chunk + equal + some)]
+        if own != other:
+            rows = (np.frombuffer(each, np.uint8).reshape(-1, BOTH) for each in (own, other))
+            return equal + int(np.not_equal(*rows).any(1).argmax())
+        equal += some
+        some *= 4
+    return equal
 
 
 def plan_write(chunks: int, found: Sequence[Run]) -> WritePlan:

@@ -16,6 +16,16 @@ CALLS = (
 
 DURABILITY = (
     Mutant(
+        name="a-save-shares-chunks-behind-a-damaged-one",
+        breaks="no save points to a chunk that is known to be damaged",
+        file="python/kvpager/stores/sharing.py",
+        old="    end = min(damaged, default=pack.chunks)\n",
+        new="    end = pack.chunks\n",
+        killers=(
+            "python/test_store_room.py::test_a_run_ends_before_damage_and_before_other_content",
+        ),
+    ),
+    Mutant(
         name="the-folder-above-a-new-store-is-not-synced",
         breaks="a store that was just made is there after a power failure",
         file="python/kvpager/stores/settings.py",
