@@ -343,7 +343,7 @@ TEST_CASE("what products need while they run is counted, bounded together and ke
 
   const int64_t most = Workspaces::kKeptBytes, depth = 32768;
   run_experts(pool, most / depth / 4 + 8, depth);  // more than is kept
-  CHECK(pool.workspace_bytes() <= most / 8);  // of what threads multiply with
+  CHECK(pool.workspace_bytes() <= most / 8);       // of what threads multiply with
 
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) {
