@@ -6,14 +6,14 @@ import bisect
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.tables import BOTH, Hashes, Pack, PackChunk, Run, Snapshot
+from kvpager.stores.tables import HASHES_BYTES, Hashes, Pack, PackChunk, Run, Snapshot
 
 _LOOKED_UP = 512  # most chunks at once
 _SOME = 16  # of several snapshots with the longest prefix, as many are compared
@@ -101,14 +101,16 @@ def _equal_chunks(pack: Pack, place: int, wanted: bytes, chunk: int) -> int:
     """How many undamaged chunks of a pack, from `place` on, have the hashes from `chunk` on."""
     damaged = (each for each in pack.damaged if each >= place)
     end = min(damaged, default=pack.chunks)
-    most = min(end - place, len(wanted) // BOTH - chunk)
+    most = min(end - place, len(wanted) // HASHES_BYTES - chunk)
     equal, some = 0, 16
     while equal < most:
         some = min(some, most - equal)
-        own = pack.hashes[BOTH * (place + equal) : BOTH * (place + equal + some)]
-        other = wanted[BOTH * (chunk + equal) : BOTH * (chunk + equal + some)]
+        own = pack.hashes[HASHES_BYTES * (place + equal) : HASHES_BYTES * (place + equal + some)]
+        other = wanted[HASHES_BYTES * (chunk + equal) : HASHES_BYTES * (chunk + equal + some)]
         if own != other:
-            rows = (np.frombuffer(each, np.uint8).reshape(-1, BOTH) for each in (own, other))
+            rows = (
+                np.frombuffer(each, np.uint8).reshape(-1, HASHES_BYTES) for each in (own, other)
+            )
             return equal + int(np.not_equal(*rows).any(1).argmax())
         equal += some
         some *= 4
@@ -179,7 +181,7 @@ def longest_prefix(
         for place in places(chunk):
             for snapshot in catalogue.holders(place):
                 is_alive = not snapshot.expired(now_ns, ttl_seconds)
-                if is_alive and _is_whole(catalogue, snapshot, hashes[: chunk + 1]):
+                if is_alive and _is_whole(catalogue, snapshot, map(places, range(chunk + 1))):
                     yield snapshot
 
     everything = range(len(hashes))
@@ -190,13 +192,19 @@ def longest_prefix(
     return max(some, key=lambda snapshot: snapshot.last_used_ns), chunks
 
 
-def _is_whole(catalogue: Catalogue, snapshot: Snapshot, hashes: Sequence[bytes]) -> bool:
-    """Whether a snapshot that has the last of these chunks has all of them undamaged."""
+def _is_whole(
+    catalogue: Catalogue, snapshot: Snapshot, places: Iterable[Sequence[PackChunk]]
+) -> bool:
+    """Whether a snapshot has all these chunks undamaged.
+
+    places: undamaged ones, of each chunk; the snapshot has the last chunk. Looked at only where
+    its packs are damaged or missing.
+    """
     uses = snapshot.manifest.uses
     tables = [catalogue.pack(pack) for pack in uses]
     if all(table is not None and not table.error and not table.damaged for table in tables):
         return True
     return all(
         any(place.pack in uses and place.chunk in uses[place.pack] for place in found)
-        for found in catalogue.chunks_named(hashes)
+        for found in places
     )

@@ -116,7 +116,7 @@ class Stamp(NamedTuple):
 
 
 HASH_BYTES, CONTENT_BYTES = 32, 16  # of a chain hash and of a content id
-BOTH = HASH_BYTES + CONTENT_BYTES
+HASHES_BYTES = HASH_BYTES + CONTENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Pack:
 
     def chunk(self, number: int) -> Hashes:
         """Chain hash and content id of a chunk."""
-        both = self.hashes[BOTH * number : BOTH * (number + 1)]
+        both = self.hashes[HASHES_BYTES * number : HASHES_BYTES * (number + 1)]
         return both[:HASH_BYTES], both[HASH_BYTES:]
 
     def is_sound(self, number: int) -> bool:
