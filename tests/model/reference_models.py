@@ -140,3 +140,10 @@ def stock_logits(model, ids):
             return model(torch.as_tensor(np.asarray(ids))[None], use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(before)
+
+
+def set_checkpoints(model, enabled=True, **options):
+    """Has layers computed again for their gradients, or not; named so since transformers 5.23."""
+    name = "enable" if enabled else "disable"
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{prefix}_checkpointing_{name}")(*([options] if options else []))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapters import add, layers_of, merge, with_adapters
 from bits import assert_same_session
-from reference_models import COMMON, build, make_engine, prompt
+from reference_models import COMMON, build, make_engine, prompt, set_checkpoints
 
 import kvpager
 from kvpager import DirectoryStore, ModelChangedError
@@ -23,6 +23,21 @@ def adapted():
 
 def plain():
     return build("llama")
+
+
+class OwnNorm(torch.nn.Module):
+    """Code of no library, that reads in any mode what libraries read in training mode alone."""
+
+    gradient_checkpointing = False
+
+    def forward(self, x):
+        return x * 2 if self.gradient_checkpointing else x
+
+
+def with_own_norm():
+    model = build("llama")
+    model.model.layers[1].input_layernorm = OwnNorm()
+    return model
 
 
 def change_scaling(model):
@@ -148,6 +163,11 @@ CHANGES = {
         lambda m: setattr(m.model.norm, "variance_epsilon", 0.1),
         "norm.variance_epsilon is 0.1",
     ),
+    "checkpoints of a module of no library": (
+        with_own_norm,
+        set_checkpoints,
+        "input_layernorm._?gradient_checkpointing",
+    ),
     "a layer put into training mode": (
         plain,
         lambda m: m.model.layers[1].train(),
@@ -233,6 +253,20 @@ def test_what_is_put_back_is_no_change(closing):
     fresh = closing(make_engine(model)).session()
     fresh.prefill([*prompt(20), 5])
     assert_same_session(session, fresh, "put back")
+
+
+def test_checkpoints_for_gradients_are_no_change_and_make_no_other_model(closing):
+    model = adapted()
+    engine = closing(make_engine(model))
+    session = engine.session()
+    session.prefill(prompt(20))
+    for enabled in (True, False, True):
+        set_checkpoints(model, enabled)  # with a hook that asks for gradients of the embeddings
+        session.append([5])
+    model.enable_input_require_grads()
+    session.append([5])
+    other = closing(make_engine(model))
+    assert other.core.facts.fingerprint == engine.core.facts.fingerprint
 
 
 @pytest.mark.parametrize("name", ["__call__", "forward", "_call_impl"])

@@ -19,6 +19,7 @@ from reference_models import (
     build,
     make_engine,
     prompt,
+    set_checkpoints,
 )
 
 from kvpager import CapacityError, InvalidArgumentError, TopK, UnsupportedModelError
@@ -227,11 +228,7 @@ def test_checkpoints_in_training_mode_keep_the_bits_and_the_gradients(reentrant)
     with make_engine(model) as engine:
         pairs, logprobs = rollouts(engine)
         expected = own_gradients(engine, pairs)
-        # Named otherwise before transformers 5.23.
-        name = "activation_checkpointing_enable"
-        name = name if hasattr(model, name) else "gradient_checkpointing_enable"
-        getattr(model, name)({"use_reentrant": reentrant})
-        engine.weights_changed()
+        set_checkpoints(model, use_reentrant=reentrant)
         model.train()
         if reentrant:
             with pytest.raises(UnsupportedModelError, match="use_reentrant"):

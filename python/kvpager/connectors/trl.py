@@ -8,14 +8,16 @@
 
 Completions come from `Engine.run`, and every log-probability that TRL computes from
 `Engine.logprobs`: those of the policy with gradients, those of an older policy or of a reference
-model without. All are at the trainer's temperature. Everything else is TRL's.
+model without. All are at the trainer's temperature. Everything else is TRL's. A model with other
+adapters of PEFT's, or with none for a reference, is another model here: it has an engine, and so a
+pool, of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import trl
@@ -23,6 +25,9 @@ from torch import Tensor
 
 from kvpager.engine import Engine
 from kvpager.errors import InvalidArgumentError
+
+# How layers of PEFT's compute: whether without adapters, and with which.
+Adapters: TypeAlias = frozenset[tuple[bool, tuple[str, ...]]]
 
 _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -48,23 +53,28 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # of an extra, withou
         if self.use_vllm:
             raise InvalidArgumentError("use_vllm is True; rollouts are kvpager's here")
         self._engine_options = dict(engine_options or {})
-        self._engines: dict[int, tuple[Engine, int]] = {}
+        self._engines: dict[tuple[int, Adapters], tuple[Engine, int]] = {}
         self._rollouts = 0
 
     @contextmanager
-    def engine_of(self, model: Any) -> Iterator[Engine]:
-        """The engine of a model as it is now, which is in eval mode meanwhile."""
+    def engine_of(self, model: Any, *, recorded: bool = False) -> Iterator[Engine]:
+        """The engine of a model as it is now, which is in eval mode meanwhile.
+
+        recorded: the model keeps its mode, in which gradient checkpoints are made.
+        """
         model = self.accelerator.unwrap_model(model)
         training = model.training
         model.eval()
         try:
             step = self.state.global_step
-            engine, before = self._engines.get(id(model), (None, step))
+            key = id(model), _adapters(model)
+            engine, before = self._engines.get(key, (None, step))
             if engine is None:
                 engine = Engine(model, **self._engine_options)
             elif before != step:
                 engine.weights_changed()
-            self._engines[id(model)] = engine, step
+            self._engines[key] = engine, step
+            model.train(training and recorded)
             yield engine
         finally:
             model.train(training)
@@ -89,19 +99,29 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # of an extra, withou
         counts = rows[:, -logits_to_keep:].sum(1).tolist()
         texts = [ids[row].numpy() for ids, row in zip(input_ids.cpu(), rows)]
         masks = [torch.arange(len(ids)) >= len(ids) - n for ids, n in zip(texts, counts)]
-        with self.engine_of(model) as engine:
+        recorded = torch.is_grad_enabled()
+        with self.engine_of(model, recorded=recorded) as engine:
             found = engine.logprobs(
                 texts,
                 masks,
                 temperature=self.temperature,
                 entropy=compute_entropy,
-                grad=torch.is_grad_enabled(),
+                grad=recorded,
             )
         logprobs = _padded([text.logprobs for text in found], logits_to_keep).to(input_ids.device)
         if not compute_entropy:
             return logprobs, None, None
         entropies = [text.entropy for text in found if text.entropy is not None]
         return logprobs, _padded(entropies, logits_to_keep).to(input_ids.device), None
+
+
+def _adapters(model: torch.nn.Module) -> Adapters:
+    layers = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
+    return frozenset(
+        (layer.disable_adapters, tuple(layer.active_adapters))
+        for layer in layers
+        if isinstance(layer.disable_adapters, bool)  # not a model's method of this name
+    )
 
 
 def _padded(rows: list[Tensor], width: int) -> Tensor:

@@ -16,6 +16,9 @@ _MARK = "_kvpager_only_looks"
 # Whose hooks collect and nothing else. transformers leaves its own on every layer of a model that
 # was once asked for hidden states.
 _COLLECTORS = ("transformers.utils.output_capturing",)
+# Ask for gradients of embeddings, so that a frozen model's checkpoints have some to compute.
+_FOR_GRADIENTS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
+_TRAINERS = ("transformers.modeling_utils", "peft.peft_model", "peft.mixed_model")
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -48,12 +51,12 @@ def only_looks(hook: _Hook) -> _Hook:
 
 
 def changes_nothing(hook: Any) -> bool:
-    """Whether a hook is marked by `only_looks`, is kvpager's own, or collects for transformers."""
+    """Whether a hook is marked by `only_looks`, is kvpager's own, or a library's that is known."""
     module = getattr(hook, "__module__", None) or ""
     return (
         getattr(hook, _MARK, False)
         or module.partition(".")[0] == "kvpager"
-        or collects_for_transformers(hook)
+        or is_known_to_look(hook)
     )
 
 
@@ -69,9 +72,11 @@ def called_by(hook: Any) -> Any:
     return hook[1] if isinstance(hook, tuple) else hook
 
 
-def collects_for_transformers(hook: Any) -> bool:
-    """Whether a hook is transformers' own, for outputs that no forward of an engine asks for."""
-    return getattr(hook, "__module__", None) in _COLLECTORS
+def is_known_to_look(hook: Any) -> bool:
+    """Whether a hook is a library's own, for outputs or gradients that no forward asks for."""
+    module = getattr(hook, "__module__", None)
+    asks = module in _TRAINERS and getattr(hook, "__name__", None) in _FOR_GRADIENTS
+    return asks or module in _COLLECTORS
 
 
 def active_modes() -> list[Any]:

@@ -70,7 +70,12 @@ _ARCHITECTURES = (
     *("transformers.integrations.moe", "torch.nn.modules", "peft.tuners"),
 )
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}  # torch's own, that each has
-_USED = frozenset({"warnings_issued", "generation_config"})  # by whoever calls a model
+USED = frozenset({"warnings_issued", "generation_config"})  # by whoever calls a model
+# Whether and how layers are computed again for gradients; libraries look in training mode alone.
+FOR_GRADIENTS = frozenset(
+    {"gradient_checkpointing", "_gradient_checkpointing_func"}
+    | {"_require_grads_hook", "_require_grads_hooks"}
+)
 _BY_NAME = frozenset({"globals", "vars", "getattr"})  # which look texts up
 ENVIRONMENT = frozenset({"environ", "getenv"})  # what code mentions that reads it
 _DEPTH = 12  # of objects in one another
@@ -368,8 +373,9 @@ class Reach:
     def attributes_of(self, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         """Those that code may read, of a module of no library all; not torch's own."""
         foreign = not self.is_known(type(module))
+        others = _OF_MODULES | USED if foreign else _OF_MODULES | USED | FOR_GRADIENTS
         for name, value in [*vars(module).items()]:
-            own = name not in _OF_MODULES and name not in _USED and not name.startswith("_kvpager")
+            own = name not in others and not name.startswith("_kvpager")
             if own and (foreign or name in self.names):
                 yield name, value
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpager import _core
 from kvpager._model.seam.attention import NAME
 from kvpager._model.watch.looks import called_by, changes_nothing
-from kvpager._model.watch.reach import Reach, class_dictionary
+from kvpager._model.watch.reach import FOR_GRADIENTS, USED, Reach, class_dictionary
 from kvpager._model.weights.held import Held, name_of
 
 _TENSORS = ("_parameters", "_buffers")
@@ -35,8 +35,6 @@ _CALLED = frozenset(
     | {"_attn_implementation", "_attn_implementation_internal", "output_attentions"}
     | {"output_hidden_states", "_output_attentions", "_commit_hash", "id2label", "label2id"}
 )
-# Of a module: the owner's business too.
-_USED = frozenset({"warnings_issued", "generation_config"})
 
 
 class Structure:
@@ -52,6 +50,7 @@ class Structure:
         self._places: list[tuple[str, Any, Any]] = []  # (name, kind, container)
         self._before: list[Any] = []  # copies of the containers, which keep what was in them
         self._objects: list[tuple[str, Any]] = []  # whose types are remembered
+        self._module_of: dict[int, torch.nn.Module] = {}  # by the number of its place
         self._configs: dict[int, tuple[str, PreTrainedConfig]] = {}
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -110,6 +109,7 @@ class Structure:
         self._objects.append((name, module))
         self._table.add_type(module)
         own = vars(module)
+        self._module_of[len(self._places)] = module
         self._add(name, "module", own)
         for key, value in own.items():
             if key in (*_TENSORS, "_modules") or "hooks" in key:
@@ -160,7 +160,9 @@ class Structure:
             return _part_difference(name, kind, before, container)
         old, new = dict(_items(before)), dict(_items(container))
         for key in _different_keys(old, new):
-            if _incidental(kind, key) or not self._is_read(number, key, added=key not in old):
+            if self._incidental(number, key) or not self._is_read(
+                number, key, added=key not in old
+            ):
                 continue
             if kind == "module" and key in ignored:
                 continue
@@ -181,9 +183,19 @@ class Structure:
         if isinstance(kind, type):
             return reach.looks_up(kind, key) and not changes_nothing(container.get(key))
         if kind == "module" and added:
-            own = next((type(one) for _, one in self._objects if vars(one) is container), object)
+            own = type(self._module_of[number])
             return key in reach.names or hasattr(own, key) or not reach.is_known(own)
         return True
+
+    def _incidental(self, number: int, key: Any) -> bool:
+        """Whether an item of a container is no forward's business."""
+        kind = self._places[number][1]
+        if isinstance(key, str) and key.startswith("_kvpager"):
+            return True
+        if kind == "module":
+            own = type(self._module_of[number])
+            return key in USED or (key in FOR_GRADIENTS and self.reach.is_known(own))
+        return kind == "config" and key in _CALLED
 
 
 def _hook_difference(where: str, before: Any, container: Any) -> str | None:
@@ -252,11 +264,6 @@ def _plain(value: Any) -> bool:
 def kind_of(tensor: torch.Tensor) -> str:
     """Dtype and device of a tensor, in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def _incidental(kind: str, key: Any) -> bool:
-    names = {"config": _CALLED, "module": _USED}.get(kind, frozenset())
-    return key in names or (isinstance(key, str) and key.startswith("_kvpager"))
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:

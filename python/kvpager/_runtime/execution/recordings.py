@@ -43,7 +43,7 @@ from kvpager._model.seam.causal_lm import vocab_size
 from kvpager._model.seam.linear import LinearLayers, computing, product, product_of_experts
 from kvpager._model.seam.observe import Recorder
 from kvpager._model.seam.rows import same_bits
-from kvpager._model.watch.looks import active_modes, collects_for_transformers
+from kvpager._model.watch.looks import active_modes, is_known_to_look
 from kvpager._runtime.execution.graphs import Decode
 from kvpager._runtime.execution.operations import storage
 from kvpager._runtime.execution.programs import with_programs
@@ -161,7 +161,7 @@ class Recordings:
 
 def _concerns_others(hook: Any) -> bool:
     """Whether a hook is for calls of the model that are none of an engine's."""
-    return collects_for_transformers(hook) or getattr(hook, "__module__", None) == _OF_CACHES
+    return is_known_to_look(hook) or getattr(hook, "__module__", None) == _OF_CACHES
 
 
 def _of(layer: int, *recorders: Recorder) -> list[tuple[torch.Tensor, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, Protocol, TypeAlias
 
@@ -58,7 +58,13 @@ class _Heard:
 
 
 class Trace(Protocol):
-    """What records a forward for its gradients."""
+    """What records a forward for its gradients.
+
+    Attributes:
+        checkpoints: how layers are computed again in the backward pass; none: they are not.
+    """
+
+    checkpoints: Hashable
 
     def products(self, layers: LinearLayers | None) -> AbstractContextManager[object]:
         """Has the products of linear layers recorded, within a `with`."""
@@ -140,7 +146,8 @@ class Runner:
         self._to_host = ToHost(self._device)
         self._linear = linear
         self.graphs = self._replaying() if graphs else None
-        self._traced: set[tuple[int, bool]] = set()  # rows and mode that gave the bits of `run`
+        # Rows, modes and checkpoints that gave the bits of `run`.
+        self._traced: set[tuple[int, bool, Hashable]] = set()
         self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -247,7 +254,7 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             tokens, positions = batch.tokens[:rows], batch.positions[:rows]
-            kind = (rows, self._model.training)
+            kind = (rows, self._model.training, trace.checkpoints)
             expected = None if kind in self._traced else self._untraced(batch, rows)
             with self._begin(batch, rows) as forward, trace.products(self._linear):
                 hidden = self._packed(trace.attention(forward), tokens, positions)

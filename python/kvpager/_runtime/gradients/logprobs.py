@@ -125,7 +125,7 @@ def _require_gradients(core: EngineCore) -> None:
             "gradient checkpointing is on, which works here on a CPU alone; call "
             "model.activation_checkpointing_disable()"
         )
-    if any(getattr(function, "keywords", {}).get("use_reentrant", True) for function in again):
+    if any(dict(each.keywords).get("use_reentrant", True) for each in again):
         raise UnsupportedModelError(
             "gradient checkpointing is on with use_reentrant=True, which records no graph; call "
             'model.activation_checkpointing_enable({"use_reentrant": False})'

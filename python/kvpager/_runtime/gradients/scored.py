@@ -75,6 +75,7 @@ class _Piece:
 
     Attributes:
         attention_of_rows: its attention.
+        checkpoints: see `Trace`.
         hidden: the decoder's output [rows, hidden_size]; None before the forward.
         logits: of its wanted rows; None: they are computed again.
         marks: see `PieceAttention.end`.
@@ -82,9 +83,14 @@ class _Piece:
     """
 
     def __init__(
-        self, attention: PieceAttention, sums: Sums, wanted: list[tuple[int, list[Wanted]]]
+        self,
+        attention: PieceAttention,
+        sums: Sums,
+        wanted: list[tuple[int, list[Wanted]]],
+        again: frozenset[Checkpoint],
     ) -> None:
         self.attention_of_rows = attention
+        self.checkpoints = again
         self.wanted = wanted
         self.hidden: Tensor | None = None
         self.logits: Tensor | None = None
@@ -110,6 +116,13 @@ class _Piece:
         return outputs, given
 
 
+class Checkpoint(NamedTuple):
+    """A function that computes a layer again in the backward pass, and its keyword arguments."""
+
+    function: Callable[..., object]
+    keywords: frozenset[tuple[str, Any]]
+
+
 class ScoredTexts:
     """One call: its forwards, the values they gave, and their gradients."""
 
@@ -121,10 +134,11 @@ class ScoredTexts:
         self._sums = Sums(self._parameters)
         self._kept: dict[int, Kept] = {}
         self._pieces: list[_Piece] = []
+        self._checkpoints = checkpoints(core.model)
         self._keeps_logits = (
             core.runner.head.plain_weight is not None
             and core.model.device.type == "cpu"
-            and not checkpoints(core.model)
+            and not self._checkpoints
         )
         self._top_ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._differentiated = False
@@ -182,7 +196,7 @@ class ScoredTexts:
                 self._kept[id(part.branch)] = kept
         layout, device = self._core.facts.layout, self._core.model.device
         attention = PieceAttention(parts, self._kept, layout, device)
-        piece = _Piece(attention, self._sums, wanted)
+        piece = _Piece(attention, self._sums, wanted, self._checkpoints)
         try:
             piece.hidden, logits = self._core.runner.traced(batch, piece)
         finally:
@@ -289,13 +303,17 @@ class ScoredTexts:
                 )
 
 
-def checkpoints(model: torch.nn.Module) -> list[Callable[..., object]]:
+def checkpoints(model: torch.nn.Module) -> frozenset[Checkpoint]:
     """What computes the layers of a model again in the backward pass; none: nothing does."""
-    return [
+    functions = [
         getattr(module, "_gradient_checkpointing_func", checkpoint)
         for module in model.modules()
         if module.training and getattr(module, "gradient_checkpointing", False)
     ]
+    return frozenset(
+        Checkpoint(getattr(one, "func", one), frozenset(getattr(one, "keywords", {}).items()))
+        for one in functions
+    )
 
 
 class _OfLogits:
