@@ -8,6 +8,7 @@ A report (report.py) has the machine, the versions and the commit.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import math
@@ -164,6 +165,18 @@ def peak_growth(call: Callable[[], object]) -> int:
     before = _memory("VmRSS")
     call()
     return max(0, _memory("VmHWM") - before)
+
+
+def held_growth(call: Callable[[], object]) -> int:
+    """Bytes that the process holds more after the call; not what malloc keeps of freed memory."""
+    held = []
+    for step in (lambda: None, call):
+        step()
+        gc.collect()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+            trim(0)
+        held.append(_memory("VmRSS"))
+    return max(0, held[1] - held[0])
 
 
 def _memory(name: str) -> int:

@@ -65,10 +65,6 @@ py::array_t<T> view_of(const SharedArray<T>& values, const py::object& owner) {
   return out;
 }
 
-py::bytes bytes_of(const Hash128& hash) {
-  return py::bytes(reinterpret_cast<const char*>(&hash), sizeof(hash));  // low, high
-}
-
 py::bytes bytes_of(const ChunkName& name) {
   return py::bytes(reinterpret_cast<const char*>(name.words.data()), sizeof name.words);
 }
@@ -96,14 +92,29 @@ Hash128 hash_from_hex(const std::string& text) {
   return hash;
 }
 
-template <class Read>
-py::typing::List<py::bytes> sealed_bytes(const SnapshotContent& content, const Read& read) {
+py::typing::List<py::bytes> chain_hashes(const SnapshotContent& content) {
   const SnapshotMeta& meta = content.meta();
   py::typing::List<py::bytes> out;
   for (int64_t c = 0; c < meta.sealed_chunks(); ++c) {
-    out.append(read(meta.chunks[static_cast<size_t>(c)]));
+    out.append(bytes_of(meta.chunks[static_cast<size_t>(c)].chain_hash));
   }
   return out;
+}
+
+py::bytes hashes(const SnapshotContent& content) {
+  const SnapshotMeta& meta = content.meta();
+  std::string out;
+  {
+    const py::gil_scoped_release unlocked;
+    out.reserve(static_cast<size_t>(meta.sealed_chunks()) * (sizeof(ChunkName) + sizeof(Hash128)));
+    for (int64_t c = 0; c < meta.sealed_chunks(); ++c) {
+      const SnapshotChunk& chunk = meta.chunks[static_cast<size_t>(c)];
+      const Hash128 content_id = chunk.content_id();
+      out.append(reinterpret_cast<const char*>(&chunk.chain_hash), sizeof(ChunkName));
+      out.append(reinterpret_cast<const char*>(&content_id), sizeof(Hash128));
+    }
+  }
+  return {out};
 }
 
 py::array_t<uint64_t> slice_checksums(const SnapshotContent& content) {
@@ -358,20 +369,12 @@ void bind_content(py::module_& m) {
                                return static_cast<int64_t>(meta.tokens.size()) -
                                       meta.sealed_chunks() * meta.layout.chunk_tokens;
                              })
+      .def_property_readonly("chain_hashes", &chain_hashes,
+                             "Names of the sealed chunks, 32 bytes each.")
       .def_property_readonly(
-          "chain_hashes",
-          [](const SnapshotContent& c) {
-            return sealed_bytes(
-                c, [](const SnapshotChunk& chunk) { return bytes_of(chunk.chain_hash); });
-          },
-          "Names of the sealed chunks, 32 bytes each.")
-      .def_property_readonly(
-          "content_ids",
-          [](const SnapshotContent& c) {
-            return sealed_bytes(
-                c, [](const SnapshotChunk& chunk) { return bytes_of(chunk.content_id()); });
-          },
-          "Of the sealed chunks: equal for equal payload, chain hash and provenance.")
+          "hashes", &hashes,
+          "Of the sealed chunks, one behind the other: the name, 32 bytes, and the content id, 16, "
+          "which is equal for equal payload, name and provenance.")
       .def_property_readonly("provenance",
                              [](const SnapshotContent& c) {
                                py::typing::List<py::str> out;

@@ -376,9 +376,9 @@ class SnapshotContent:
     @property
     def chunks(self) -> int: ...
     @property
-    def content_ids(self) -> list[bytes]:
+    def hashes(self) -> bytes:
         """
-        Of the sealed chunks: equal for equal payload, chain hash and provenance.
+        Of the sealed chunks, one behind the other: the name, 32 bytes, and the content id, 16, which is equal for equal payload, name and provenance.
         """
     @property
     def last_use(self) -> numpy.typing.NDArray[numpy.uint64]:

@@ -125,7 +125,7 @@ def _restore(scene: PagerScene) -> None:
 
 
 def _read_view(scene: PagerScene) -> None:
-    scene.view.tokens, scene.view.chain_hashes, scene.view.content_ids  # noqa: B018
+    scene.view.tokens, scene.view.chain_hashes, scene.view.hashes  # noqa: B018
     scene.view.slice_checksums, scene.view.last_use, scene.view.qk_score  # noqa: B018
 
 

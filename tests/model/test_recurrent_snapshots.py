@@ -138,7 +138,7 @@ def test_a_session_restored_and_saved_again_keeps_its_states(hybrid, closing, tm
         SnapshotInfo.of(_core.SnapshotReader.open(f"{path}.states")) for path in (first, second)
     )
     assert one.session["positions"] == two.session["positions"]
-    assert one.reader.content_ids == two.reader.content_ids
+    assert one.reader.hashes == two.reader.hashes
 
 
 @pytest.mark.parametrize("how", ["missing", "damaged", "of another save"])

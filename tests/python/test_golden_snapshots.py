@@ -138,7 +138,7 @@ def test_a_restored_golden_snapshot_is_saved_with_the_same_content(
     assert saved.provenance == reader.provenance
     assert np.array_equal(saved.slice_checksums, reader.slice_checksums)
     assert saved.logical_digest == expected["logical_digest"]
-    assert saved.content_ids == reader.content_ids
+    assert saved.hashes == reader.hashes
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
@@ -163,7 +163,7 @@ def test_a_manifest_and_the_file_it_was_made_from_are_one_content() -> None:
     whole = _core.SnapshotReader.open(str(FLOATS))
     manifest = _core.SnapshotReader.open(str(GOLDEN / "snapshots/turn-2.kvsnap"))
     assert manifest.logical_digest == whole.logical_digest
-    assert manifest.content_ids == whole.content_ids
+    assert manifest.hashes == whole.hashes
     for chunk in range(whole.chunks):
         assert np.array_equal(manifest.read_chunk(chunk), whole.read_chunk(chunk))
 

@@ -42,6 +42,7 @@ def grown(author: Author, store: DirectoryStore) -> DirectoryStore:
     for n in range(6):
         author.save(store, f"s{n}", text(5 * C + n, seed=10 + n, start=prompt))
     author.save(store, "s1", text(7 * C, seed=11, start=prompt))
+    author.save(store, "s5", text(4 * C, seed=15, start=prompt))  # other chunks of the same packs
     store.delete("s2")
     store.pin("s3")
     store.set_ttl("s4", "7d")

@@ -69,7 +69,7 @@ def named(count: int) -> list[Hashes]:
 
 
 def runs_of(catalogue: Packs, wanted: Sequence[Hashes], avoid: Set[str] = frozenset()) -> list[Run]:
-    return shared_runs(cast(Catalogue, catalogue), wanted, avoid)
+    return shared_runs(cast(Catalogue, catalogue), b"".join(map(b"".join, wanted)), avoid)
 
 
 def test_a_text_that_goes_on_is_found_in_its_longest_runs_and_little_is_looked_up() -> None:

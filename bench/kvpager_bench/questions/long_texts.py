@@ -33,6 +33,7 @@ Q_HEADS, ROWS, POOL, TURN = 8, 32, 8192, 64
 SELECTION = TopK(chunks=64)
 BASE = 32768  # that others are compared with
 NEAR = 2.0  # times its cost
+MOST_MEMORY = 64  # bytes per token
 
 BUDGETED = ("resident_bytes", "host_bytes_used", "summary_bytes_used")
 PARTS = ("decode", "append", "find", "fork", "save", "restore", "first")
@@ -76,7 +77,7 @@ def turn(task: dict[str, Any]) -> dict[str, float]:
     with scratch_folder() as folder:
         pager = new_pager(tokens + 1024, threads)
         sequence = pager.sequence()
-        memory = harness.peak_growth(
+        memory = harness.held_growth(
             lambda: subjects.inject(sequence, LAYOUT, tokens, provenance="exact")
         )
         stats = pager.stats()
@@ -127,6 +128,12 @@ def measure(asked: Asked) -> None:
     last = report.rows[-1]
     if base is None or last is base:
         return
+    memory = report.number(last, "memory")
+    report.judge(
+        f"{last['context']:,} tokens hold at most {MOST_MEMORY} bytes each beside the budgets",
+        memory <= MOST_MEMORY,
+        f"{memory:.0f}",
+    )
     for part in PARTS:
         name = f"{part}_ms"
         ratio = report.number(last, name) / report.number(base, name)

@@ -38,7 +38,7 @@ from kvpager.stores.files import SMALL_BYTES, read_json, remove
 from kvpager.stores.index import SPARSE_PACK, UNSOUND_PACK, UNSOUND_SNAPSHOT, Index
 from kvpager.stores.origin import Origin, misnamed
 from kvpager.stores.segments import SegmentNote
-from kvpager.stores.tables import Hashes, Manifest, Pack, PackChunk, Sidecar, Snapshot, Stamp
+from kvpager.stores.tables import Hashes, Manifest, Pack, PackChunk, Sidecar, Snapshot, Stamp, Uses
 
 _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
@@ -329,8 +329,9 @@ class Catalogue:
 
     def add_snapshot(self, name: str) -> None:
         """Reads a manifest that is new, or another one."""
-        self._drop_snapshot(name)
-        if (stamp := self._stamp_of(self.manifest_path(name))) is not None:
+        if (stamp := self._stamp_of(self.manifest_path(name))) is None:
+            self._drop_snapshot(name)
+        else:
             note = self._stamp_of(self.sidecar_path(name))
             self._put_snapshot(self._read_manifest(name, stamp), note)
 
@@ -485,7 +486,8 @@ class Catalogue:
         self._packs.pop(pack, None)
 
     def _put_snapshot(self, manifest: Manifest, note: Stamp | None) -> None:
-        """Adds the row of a snapshot, which has none."""
+        """Adds the row of a snapshot, in place of one that it has."""
+        before = self._take_row(manifest.name)
         origin = manifest.origin
         model = None
         if origin is not None:
@@ -520,7 +522,7 @@ class Catalogue:
                 chunks=chunks.astype(np.uint32).tobytes(),
                 top=int(chunks.max(initial=0)),
             )
-            self._count(pack, chunks, 1)
+        self._count_uses(before, manifest.uses)
         self._put_note(manifest.name, note)
         self._link(manifest.name)
 
@@ -548,15 +550,26 @@ class Catalogue:
         )
 
     def _drop_snapshot(self, name: str) -> None:
+        self._count_uses(self._take_row(name), {})
+        self._link(name)
+
+    def _take_row(self, name: str) -> Uses:
+        """Removes the row of a snapshot, if it has one; returns its uses, which still count."""
         row = self.index.row("SELECT id FROM snapshot WHERE name = ?", (name,))
         if row is None:
-            return
-        for pack, chunks in self._uses(row["id"]).items():
-            self._count(pack, chunks, -1)
+            return {}
+        uses = self._uses(row["id"])
         self.index.execute("DELETE FROM use WHERE snapshot = ?", (row["id"],))
         self.index.execute("DELETE FROM snapshot WHERE id = ?", (row["id"],))
+        return uses
+
+    def _count_uses(self, before: Uses, after: Uses) -> None:
+        """Counts a snapshot's uses. Packs of which it needs what it needed are left alone."""
+        for uses, others, change in ((before, after, -1), (after, before, 1)):
+            for pack, chunks in uses.items():
+                if pack not in others or not np.array_equal(chunks, others[pack]):
+                    self._count(pack, chunks, change)
         self.index.execute("DELETE FROM pack WHERE users = 0 AND NOT present")
-        self._link(name)
 
     def _count(self, pack: str, chunks: npt.NDArray[np.uint32], change: int) -> None:
         row = self.index.row("SELECT id, chunks, counts FROM pack WHERE name = ?", (pack,))
@@ -893,7 +906,7 @@ class Catalogue:
         table = self.pack(pack)
         return 0 if table is None else int(table.counts.sum())
 
-    def _uses(self, snapshot: int) -> dict[str, npt.NDArray[np.uint32]]:
+    def _uses(self, snapshot: int) -> Uses:
         sql = (
             "SELECT name, use.chunks AS used FROM use JOIN pack ON pack.id = use.pack"
             " WHERE snapshot = ? ORDER BY number"

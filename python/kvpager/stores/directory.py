@@ -43,7 +43,7 @@ from kvpager.stores.origin import is_under, misnamed, name_in
 from kvpager.stores.saving import GroupSaving
 from kvpager.stores.settings import StoreSettings, open_or_create, parse_ttl
 from kvpager.stores.sharing import longest_prefix
-from kvpager.stores.tables import SIDECAR_BYTES, Snapshot
+from kvpager.stores.tables import SIDECAR_BYTES, Snapshot, hashes_of
 
 _log = logging.getLogger(__name__)
 
@@ -411,14 +411,7 @@ class DirectoryStore:
         if not 0 <= chunk < content.sealed_chunks:
             return 0
         with self._locked() as (catalogue, settings, _):
-            return len(
-                check_places(
-                    catalogue,
-                    settings,
-                    content.chain_hashes[chunk],
-                    content.content_ids[chunk],
-                )
-            )
+            return len(check_places(catalogue, settings, *hashes_of(content.hashes, chunk)))
 
     def gc(
         self,

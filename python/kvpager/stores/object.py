@@ -41,7 +41,7 @@ from kvpager.stores.names import check_name, pack_of
 from kvpager.stores.range_cache import pack_object
 from kvpager.stores.settings import UNLIMITED, is_duration, parse_ttl
 from kvpager.stores.sharing import longest_prefix
-from kvpager.stores.tables import Sidecar
+from kvpager.stores.tables import Sidecar, hashes_of
 from kvpager.stores.uploading import BucketSaving, Uploader
 
 _log = logging.getLogger(__name__)
@@ -387,7 +387,7 @@ class ObjectStore:
         """
         if not 0 <= chunk < content.sealed_chunks:
             return 0
-        hashes = [(content.chain_hashes[chunk], content.content_ids[chunk])]
+        hashes = [hashes_of(content.hashes, chunk)]
         with self.mirror.locked() as catalogue:
             packs = {place.pack for place in catalogue.places(hashes)[0]}
             if self.is_encrypted:  # the last block of a pack's payload has metadata too

@@ -110,16 +110,16 @@ class Saving:
         """
         content = self._content
         self._check_name(catalogue)
-        hashes = list(zip(content.chain_hashes, content.content_ids))
-        self.plan = plan_write(len(hashes), shared_runs(catalogue, hashes, avoid))
+        chunks = content.sealed_chunks
+        self.plan = plan_write(chunks, shared_runs(catalogue, content.hashes, avoid))
         shared_packs = frozenset(self.plan.shared_packs)
         self._hold.add(catalogue.pack_path(pack) for pack in sorted(shared_packs))
         tables = {pack: table for pack in shared_packs if (table := catalogue.pack(pack))}
         self._sizes = {pack: table.chunks for pack, table in tables.items()}
-        self._summary_checksums = np.zeros(len(hashes), dtype=np.uint64)
-        for first, chunks, pack, place in self.plan.shared:
+        self._summary_checksums = np.zeros(chunks, dtype=np.uint64)
+        for first, count, pack, place in self.plan.shared:
             of_pack = tables[pack].summary_checksums
-            self._summary_checksums[first : first + chunks] = of_pack[place : place + chunks]
+            self._summary_checksums[first : first + count] = of_pack[place : place + count]
         pack_bytes, manifest_bytes = self._bounds()
         self.pack_bytes = pack_bytes
         tidy(catalogue, settings, now_ns)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.stores.catalogue import Catalogue
-from kvpager.stores.tables import HASHES_BYTES, Hashes, Pack, PackChunk, Run, Snapshot
+from kvpager.stores.tables import HASHES_BYTES, Pack, PackChunk, Run, Snapshot, hashes_of
 
 _LOOKED_UP = 512  # most chunks at once
 _SOME = 16  # of several snapshots with the longest prefix, as many are compared
@@ -65,26 +65,29 @@ class PackTable:
     summary_checksums: npt.NDArray[np.uint64]
 
 
-def shared_runs(
-    catalogue: Catalogue, hashes: Sequence[Hashes], avoid: Set[str] = frozenset()
-) -> list[Run]:
+def shared_runs(catalogue: Catalogue, hashes: bytes, avoid: Set[str] = frozenset()) -> list[Run]:
     """Where undamaged chunks with these hashes are: from the first one on the longest runs.
 
     A chunk is looked up only where a run begins, or none is: a text that goes on costs what is new.
 
-    avoid: packs that are not used.
+    Args:
+        catalogue: of the store.
+        hashes: of the chunks, one behind the other.
+        avoid: packs that are not used.
     """
-    wanted, chains = b"".join(map(b"".join, hashes)), [chain for chain, _ in hashes]
+    chunks = len(hashes) // HASHES_BYTES
 
     def run_at(chunk: int, place: PackChunk) -> Run:
         pack = catalogue.pack(place.pack)
-        chunks = 0 if pack is None else _equal_chunks(pack, place.chunk, wanted, chunk)
-        return Run(chunk, chunks, *place)
+        equal = 0 if pack is None else _equal_chunks(pack, place.chunk, hashes, chunk)
+        return Run(chunk, equal, *place)
 
     runs, chunk, some = [], 0, 1
-    while chunk < len(hashes):
-        first, looked_up = chunk, catalogue.chunks_of_keys(chains[chunk : chunk + some])
-        while chunk < min(len(hashes), first + len(looked_up)):
+    while chunk < chunks:
+        first, stop = chunk, min(chunks, chunk + some)
+        chains = [hashes_of(hashes, each)[0] for each in range(first, stop)]
+        looked_up = catalogue.chunks_of_keys(chains)
+        while chunk < stop:
             places = [place for place in looked_up[chunk - first] if place.pack not in avoid]
             found = [run_at(chunk, place) for place in places]
             best = max(found, key=lambda run: (run.chunks, run.pack, run.place), default=None)

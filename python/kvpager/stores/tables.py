@@ -31,6 +31,7 @@ from kvpager.stores.segments import SegmentNote, noted_segment
 from kvpager.stores.settings import NEVER, is_duration
 
 Hashes: TypeAlias = tuple[bytes, bytes]  # chain hash and content id of a chunk
+Uses: TypeAlias = Mapping[str, npt.NDArray[np.uint32]]  # chunks of packs
 Opened: TypeAlias = Callable[[str], _core.SnapshotReader]  # opens a manifest or a pack by its path
 
 
@@ -119,6 +120,12 @@ HASH_BYTES, CONTENT_BYTES = 32, 16  # of a chain hash and of a content id
 HASHES_BYTES = HASH_BYTES + CONTENT_BYTES
 
 
+def hashes_of(hashes: bytes, chunk: int) -> Hashes:
+    """The hashes of a chunk, of those of all chunks one behind the other."""
+    both = hashes[HASHES_BYTES * chunk : HASHES_BYTES * (chunk + 1)]
+    return both[:HASH_BYTES], both[HASH_BYTES:]
+
+
 @dataclass(frozen=True)
 class Pack:
     """A file of sealed chunks. It never changes.
@@ -155,8 +162,7 @@ class Pack:
 
     def chunk(self, number: int) -> Hashes:
         """Chain hash and content id of a chunk."""
-        both = self.hashes[HASHES_BYTES * number : HASHES_BYTES * (number + 1)]
-        return both[:HASH_BYTES], both[HASH_BYTES:]
+        return hashes_of(self.hashes, number)
 
     def is_sound(self, number: int) -> bool:
         """Whether it has this chunk, and no damage of it is known."""
@@ -170,14 +176,13 @@ class Pack:
             if reader.packs or reader.chunks != reader.sealed_chunks:
                 why = f"{path}: not a pack of sealed chunks"
                 return cls(pack, path, stamp, error=why, corrupt=True)
-            both = zip(reader.chain_hashes, reader.content_ids)
             return cls(
                 pack,
                 path,
                 stamp,
                 chunks=reader.chunks,
                 kind=_kind(reader),
-                hashes=b"".join(chain + content for chain, content in both),
+                hashes=reader.hashes,
                 summary_checksums=reader.summary_checksums,
             )
         except PagerError as error:
@@ -211,7 +216,7 @@ class Manifest:
     segment: SegmentNote | None = None
     saved_as: str | None = None
     origin: Origin | None = None
-    uses: Mapping[str, npt.NDArray[np.uint32]] = field(default_factory=dict)
+    uses: Uses = field(default_factory=dict)
     error: str | None = None
     corrupt: bool = False
 
