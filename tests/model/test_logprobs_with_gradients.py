@@ -490,6 +490,26 @@ def test_a_model_that_computes_otherwise_in_training_mode_is_refused():
             assert all(module.training for module in model.modules())
 
 
+def test_a_recorded_forward_is_compared_once_until_more_than_weights_change(monkeypatch):
+    model = build("llama")
+    compared = []
+    own = Runner._untraced
+    monkeypatch.setattr(
+        Runner, "_untraced", lambda *given: compared.append(1) or own(*given), raising=True
+    )
+    with make_engine(model) as engine:
+        for _ in range(3):
+            engine.logprobs([PAIR])
+            with torch.no_grad():
+                torch._foreach_mul_([*model.parameters()], 0.99)
+            engine.weights_changed()
+        assert len(compared) == 1
+        model.model.norm.variance_epsilon *= 2
+        engine.weights_changed()
+        engine.logprobs([PAIR])
+        assert len(compared) == 2
+
+
 def test_a_call_without_room_closes_what_it_opened():
     with make_engine(build("llama"), host_bytes=0, pool_tokens=96) as engine:
         with pytest.raises(CapacityError):

@@ -253,6 +253,17 @@ IDENTITY = (
         killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
     ),
     Mutant(
+        name="recorded-forwards-of-another-model-are-taken-as-compared",
+        breaks="the bits of a recorded forward are compared again when more than weights changed",
+        file="python/kvpager/_runtime/execution/core.py",
+        old="            self._traced.clear()\n",
+        new="            pass\n",
+        killers=(
+            "model/test_logprobs_with_gradients.py"
+            "::test_a_recorded_forward_is_compared_once_until_more_than_weights_change",
+        ),
+    ),
+    Mutant(
         name="states-of-the-old-model-stay",
         breaks="after weights_changed no checkpoint of the old model is used",
         file="python/kvpager/_runtime/execution/core.py",

@@ -13,7 +13,7 @@ from kvpager import _core
 from kvpager._model.model_facts import Findings, ModelFacts
 from kvpager._model.seam.causal_lm import Positions
 from kvpager._model.seam.rotary import KeyMover
-from kvpager._runtime.execution.runner import Runner
+from kvpager._runtime.execution.runner import Runner, Traced
 from kvpager._runtime.execution.unchanged import Unchanged
 from kvpager._runtime.recurrent.checkpoints import Checkpoints
 from kvpager._runtime.recurrent.cursor import StateContext, StateCursor, state_cursor
@@ -152,6 +152,7 @@ class EngineCore:
         self.transcripts = Transcripts(config, self.states_of)
         self.drafter: Drafter | None = None
         self.made_in = MadeIn()
+        self._traced: set[Traced] = set()
         self._closing = Lock()
         self._closed = False
         self._take(facts)
@@ -201,6 +202,8 @@ class EngineCore:
         open_ones = [transcript for transcript in self.transcripts if not transcript.closed]
         texts = [transcript.give_up_sequence() for transcript in open_ones]
         self.checkpoints.clear()
+        if facts.row_proof is not self.facts.row_proof:  # more than the weights' values changed
+            self._traced.clear()
         self.pager.close()
         self._take(facts)
         for transcript, (text, pending) in zip(open_ones, texts):
@@ -232,6 +235,7 @@ class EngineCore:
             self.turns,
             graphs=self.config.graphs and self._can_replay,
             linear=self.facts.linear,
+            traced=self._traced,
         )
 
     def read_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,14 @@ class _Heard:
         out: torch.Tensor = self._forward.attend(layer, q, k, v, **call)
         self.layers += 1
         return out
+
+
+class Traced(NamedTuple):
+    """How autograd recorded a forward: rows, the model's mode, and `Trace.checkpoints`."""
+
+    rows: int
+    training: bool
+    checkpoints: Hashable
 
 
 class Trace(Protocol):
@@ -127,11 +135,13 @@ class Runner:
         *,
         graphs: bool = False,
         linear: LinearLayers | None = None,
+        traced: set[Traced] | None = None,
     ) -> None:
         """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own.
 
         linear: layers that are kvpager's own products; None: torch computes all.
         graphs: forwards of few rows are replayed, on a GPU as CUDA graphs.
+        traced: how forwards that autograd recorded have had the bits of `run`; more are added.
         """
         self.unchanged = unchanged
         self._recurrence = recurrence
@@ -146,8 +156,7 @@ class Runner:
         self._to_host = ToHost(self._device)
         self._linear = linear
         self.graphs = self._replaying() if graphs else None
-        # Rows, modes and checkpoints that gave the bits of `run`.
-        self._traced: set[tuple[int, bool, Hashable]] = set()
+        self._traced = set() if traced is None else traced
         self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -254,7 +263,7 @@ class Runner:
             start = time.perf_counter()
             rows = self.count(batch)
             tokens, positions = batch.tokens[:rows], batch.positions[:rows]
-            kind = (rows, self._model.training, trace.checkpoints)
+            kind = Traced(rows, self._model.training, trace.checkpoints)
             expected = None if kind in self._traced else self._untraced(batch, rows)
             with self._begin(batch, rows) as forward, trace.products(self._linear):
                 hidden = self._packed(trace.attention(forward), tokens, positions)
