@@ -231,17 +231,29 @@ def test_recordings_leave_no_source_behind(closing, model):
     assert len(kept) == before
 
 
-def test_changed_weights_end_what_was_recorded(closing):
+@pytest.mark.parametrize("follows", [True, False])
+def test_changed_weights_are_read_by_what_was_recorded_or_it_is_recorded_again(closing, follows):
     model = build("llama", "bfloat16")
     engine = open_engine(closing, model)
     generated(engine, closing)
-    before = engine.core.runner.graphs
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    engine.weights_changed()
-    assert engine.core.runner.graphs is not before
-    other = open_engine(closing, model, graphs=False)
-    assert_same_session(generated(engine, closing), generated(other, closing), "changed")
+    before = engine.core.runner.graphs.all()
+    for recording in before.values() if not follows else ():
+        own = recording._forward
+        recording._forward = lambda *given, own=own: own(*given) * 1.5
+    for _ in range(2):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        engine.weights_changed()
+    assert replays(engine) == 0
+    session, other = (
+        closing(apart(one)) for one in (engine, open_engine(closing, model, graphs=False))
+    )
+    for each in (session, other):
+        each.prefill(prompt(40))
+        each.generate(3, eos=None)
+    assert replays(engine) == 2  # the first token is the prompt's
+    assert_same_session(session, other, "changed")
+    assert (engine.core.runner.graphs.all()[1] is before[1]) == follows
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

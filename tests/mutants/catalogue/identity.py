@@ -248,7 +248,8 @@ IDENTITY = (
         name="what-was-computed-of-the-old-model-stays",
         breaks="after weights_changed nothing of the old model is used",
         file="python/kvpager/_runtime/execution/core.py",
-        old="        self.pager.close()\n        self._take(facts)\n",
+        old="        self.pager.close()\n"
+        "        self._take(facts, self.runner if only_values else None)\n",
         new="        self.facts = facts\n        self.make_runner()\n",
         killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
     ),
@@ -256,8 +257,8 @@ IDENTITY = (
         name="recorded-forwards-of-another-model-are-taken-as-compared",
         breaks="the bits of a recorded forward are compared again when more than weights changed",
         file="python/kvpager/_runtime/execution/core.py",
-        old="            self._traced.clear()\n",
-        new="            pass\n",
+        old="self.runner if only_values else None",
+        new="self.runner",
         killers=(
             "model/test_logprobs_with_gradients.py"
             "::test_a_recorded_forward_is_compared_once_until_more_than_weights_change",

@@ -13,7 +13,7 @@ from kvpager import _core
 from kvpager._model.model_facts import Findings, ModelFacts
 from kvpager._model.seam.causal_lm import Positions
 from kvpager._model.seam.rotary import KeyMover
-from kvpager._runtime.execution.runner import Runner, Traced
+from kvpager._runtime.execution.runner import Runner
 from kvpager._runtime.execution.unchanged import Unchanged
 from kvpager._runtime.recurrent.checkpoints import Checkpoints
 from kvpager._runtime.recurrent.cursor import StateContext, StateCursor, state_cursor
@@ -152,7 +152,6 @@ class EngineCore:
         self.transcripts = Transcripts(config, self.states_of)
         self.drafter: Drafter | None = None
         self.made_in = MadeIn()
-        self._traced: set[Traced] = set()
         self._closing = Lock()
         self._closed = False
         self._take(facts)
@@ -202,19 +201,18 @@ class EngineCore:
         open_ones = [transcript for transcript in self.transcripts if not transcript.closed]
         texts = [transcript.give_up_sequence() for transcript in open_ones]
         self.checkpoints.clear()
-        if facts.row_proof is not self.facts.row_proof:  # more than the weights' values changed
-            self._traced.clear()
+        only_values = facts.row_proof is self.facts.row_proof  # of its weights have changed
         self.pager.close()
-        self._take(facts)
+        self._take(facts, self.runner if only_values else None)
         for transcript, (text, pending) in zip(open_ones, texts):
             transcript.restart(self.pager.sequence(salt=transcript.sequence.salt), text, pending)
 
-    def _take(self, facts: ModelFacts) -> None:
+    def _take(self, facts: ModelFacts, before: Runner | None = None) -> None:
         self.facts = facts
         self.pager = new_pager(facts, facts.config, facts.fingerprint, self.workers, self.place)
         for name in ("key_mover", "state_context"):
             vars(self).pop(name, None)
-        self.make_runner()
+        self.make_runner(before)
 
     @property
     def _can_replay(self) -> bool:
@@ -223,8 +221,8 @@ class EngineCore:
             return self.config.missed_chunks != "staged"
         return self.place.kind == "cpu" and self.model.device.type == "cpu"
 
-    def make_runner(self) -> None:
-        """Makes a new runner, with its counters at 0."""
+    def make_runner(self, before: Runner | None = None) -> None:
+        """Makes a new runner, with its counters at 0; before: see `Runner`."""
         unchanged = Unchanged(self.model, self.facts.watch)
         self.runner = Runner(
             self.model,
@@ -235,7 +233,7 @@ class EngineCore:
             self.turns,
             graphs=self.config.graphs and self._can_replay,
             linear=self.facts.linear,
-            traced=self._traced,
+            before=before,
         )
 
     def read_ids(

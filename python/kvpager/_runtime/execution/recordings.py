@@ -77,8 +77,17 @@ class Recordings:
         replays: forwards that were run by a recording.
     """
 
-    def __init__(self, model: Any, decode: Decode, linear: LinearLayers | None) -> None:
-        """linear: layers that are kvpager's own products; None: torch computes all."""
+    def __init__(
+        self,
+        model: Any,
+        decode: Decode,
+        linear: LinearLayers | None,
+        before: Recordings | None = None,
+    ) -> None:
+        """linear: layers that are kvpager's own products; None: torch computes all.
+
+        before: of the same model with other values of its weights. They are tried again.
+        """
         self._decode = decode
         self._linear = linear
         # Replacing one of these changes the model, which the engine detects.
@@ -90,6 +99,10 @@ class Recordings:
         self._positions = getattr(config, "max_position_embeddings", None) or 1024
         self._seen: Counter[int] = Counter()
         self._made: dict[int, Recording | None] = {}  # None: not to be had
+        reads_weights = linear is None or linear.compressed is None
+        self._before: dict[int, Recording] = (
+            before.all() if before is not None and reads_weights else {}
+        )
         self.replays = 0
 
     def prepare(self, rows: int, check: Callable[[], None]) -> None:
@@ -99,12 +112,14 @@ class Recordings:
         """
         if rows > MOST_ROWS or rows in self._made or self._watched():
             return
-        self._seen[rows] += 1
-        if self._seen[rows] <= WORTH:
-            return
+        before = self._before.pop(rows, None)
+        if before is None:
+            self._seen[rows] += 1
+            if self._seen[rows] <= WORTH:
+                return
         made = None
         try:
-            made = self._tried(rows)
+            made = self._tried(rows, before)
         except Exception as error:
             _log.info(
                 "forwards of %d rows are not recorded, and run module by module: %s: %s",
@@ -137,10 +152,29 @@ class Recordings:
             return False
         return any(not _concerns_others(hook) for hooks in self._hooks for hook in hooks.values())
 
-    def _tried(self, rows: int) -> Recording | None:
+    def all(self) -> dict[int, Recording]:
+        """All recordings by their number of rows, and those of before that were not tried yet."""
+        made = {rows: one for rows, one in self._made.items() if one is not None}
+        return {**self._before, **made}
+
+    def _tried(self, rows: int, before: Recording | None) -> Recording | None:
+        if before is not None and before.is_readable() and self._agrees(before, rows):
+            return before
         generator = torch.Generator(device="cpu").manual_seed(rows)
         tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
         recording = recorded(self._decode, self._linear, tokens, torch.arange(rows, device="cpu"))
+        if self._agrees(recording, rows):
+            return recording
+        _log.warning(
+            "a recording of %d rows has other bits than the model; forwards of as many rows are "
+            "not recorded",
+            rows,
+        )
+        return None
+
+    def _agrees(self, recording: Recording, rows: int) -> bool:
+        """Whether a recording has the bits of the model, on tokens and positions of chance."""
+        generator = torch.Generator(device="cpu").manual_seed(MOST_ROWS + rows)
         for _ in range(2):
             tokens = torch.randint(self._vocab, (rows,), generator=generator, device="cpu")
             positions = torch.randint(self._positions, (rows,), generator=generator, device="cpu")
@@ -150,13 +184,8 @@ class Recordings:
                 *(pair for layer in expected.calls for pair in zip(*_of(layer, expected, found))),
             ]
             if expected.windows != found.windows or not all(same_bits(a, b) for a, b in pairs):
-                _log.warning(
-                    "a recording of %d rows has other bits than the model; forwards of as many "
-                    "rows are not recorded",
-                    rows,
-                )
-                return None
-        return recording
+                return False
+        return True
 
 
 def _concerns_others(hook: Any) -> bool:

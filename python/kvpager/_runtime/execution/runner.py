@@ -122,7 +122,11 @@ class ToHost:
 
 
 class Runner:
-    """The only place where the model runs. One forward at a time; a failed one commits nothing."""
+    """The only place where the model runs. One forward at a time; a failed one commits nothing.
+
+    Attributes:
+        compared: how forwards were recorded by autograd that had the bits of `run`.
+    """
 
     def __init__(
         self,
@@ -135,13 +139,14 @@ class Runner:
         *,
         graphs: bool = False,
         linear: LinearLayers | None = None,
-        traced: set[Traced] | None = None,
+        before: Runner | None = None,
     ) -> None:
         """`recurrence`: of the model's recurrent layers, if any. `turns`: None: makes its own.
 
         linear: layers that are kvpager's own products; None: torch computes all.
         graphs: forwards of few rows are replayed, on a GPU as CUDA graphs.
-        traced: how forwards that autograd recorded have had the bits of `run`; more are added.
+        before: of the same model with other values of its weights: what it has found out of the
+            model's code still holds.
         """
         self.unchanged = unchanged
         self._recurrence = recurrence
@@ -155,8 +160,8 @@ class Runner:
         self._mask = dummy_mask(self._device)
         self._to_host = ToHost(self._device)
         self._linear = linear
-        self.graphs = self._replaying() if graphs else None
-        self._traced = set() if traced is None else traced
+        self.graphs = self._replaying(before) if graphs else None
+        self.compared: set[Traced] = set() if before is None else before.compared
         self.turns = turns or _core.Turns()
         self.forwards = 0
         self.rows = 0  # of all forwards, padding included
@@ -264,13 +269,13 @@ class Runner:
             rows = self.count(batch)
             tokens, positions = batch.tokens[:rows], batch.positions[:rows]
             kind = Traced(rows, self._model.training, trace.checkpoints)
-            expected = None if kind in self._traced else self._untraced(batch, rows)
+            expected = None if kind in self.compared else self._untraced(batch, rows)
             with self._begin(batch, rows) as forward, trace.products(self._linear):
                 hidden = self._packed(trace.attention(forward), tokens, positions)
                 with torch.no_grad():
                     logits = self._logits(hidden.detach(), batch.wanted)
                     self._require_equal(expected, (hidden.detach(), logits))
-                    self._traced.add(kind)
+                    self.compared.add(kind)
                     arriving = self._to_host(logits)
                     self.unchanged.check_model(training=True)
                     forward.commit(provenance=batch.provenance)
@@ -322,12 +327,14 @@ class Runner:
             self.unchanged.check_model()
             return found
 
-    def _replaying(self) -> Graphs | Recordings | None:
+    def _replaying(self, before: Runner | None) -> Graphs | Recordings | None:
         if self._device.type == "cuda":
             return Graphs(self._pager, self._decoded, self._device)
         if self._recurrence is not None or not recordable(self._model):
             return None
-        return Recordings(self._model, self._decoded, self._linear)
+        made = None if before is None else before.graphs
+        made = made if isinstance(made, Recordings) else None
+        return Recordings(self._model, self._decoded, self._linear, made)
 
     def _graphs_for(self, batch: Batch, rows: int) -> Graphs | Recordings | None:
         """The graphs or recordings, if a replay can stand for the batch."""
