@@ -254,6 +254,18 @@ IDENTITY = (
         killers=(RENEWED + "test_nothing_of_the_old_model_is_found_again",),
     ),
     Mutant(
+        name="checkpoints-of-a-module-of-no-library-are-no-change",
+        breaks="what code of no library reads in any mode is a part of the model",
+        file="python/kvpager/_model/watch/structure.py",
+        old="key in USED or (key in FOR_GRADIENTS and self.reach.is_known(own))",
+        new="key in USED or key in FOR_GRADIENTS",
+        killers=(
+            "model/test_changed_models.py"
+            "::test_a_changed_model_is_noticed_before_anything_is_adopted_saved_or_committed"
+            "[checkpoints of a module of no library]",
+        ),
+    ),
+    Mutant(
         name="recorded-forwards-of-another-model-are-taken-as-compared",
         breaks="the bits of a recorded forward are compared again when more than weights changed",
         file="python/kvpager/_runtime/execution/core.py",

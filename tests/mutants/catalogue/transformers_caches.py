@@ -106,7 +106,7 @@ TRANSFORMERS_CACHES = (
         name="what-collects-for-transformers-counts-as-a-change",
         breaks="asking a model for hidden states does not make it another one",
         file="python/kvpager/_model/watch/looks.py",
-        old="        or collects_for_transformers(hook)\n",
+        old="        or is_known_to_look(hook)\n",
         new="",
         killers=(CALLS + "test_asking_for_hidden_states_does_not_count_as_another_model",),
     ),
