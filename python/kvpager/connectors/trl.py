@@ -116,7 +116,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # of an extra, withou
 
 
 def _adapters(model: torch.nn.Module) -> Adapters:
-    layers = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "disable_adapters")]
     return frozenset(
         (layer.disable_adapters, tuple(layer.active_adapters))
         for layer in layers

@@ -66,13 +66,12 @@ class Traced(NamedTuple):
 
 
 class Trace(Protocol):
-    """What records a forward for its gradients.
+    """What records a forward for its gradients."""
 
-    Attributes:
-        checkpoints: how layers are computed again in the backward pass; none: they are not.
-    """
-
-    checkpoints: Hashable
+    @property
+    def checkpoints(self) -> Hashable:
+        """How layers are computed again in the backward pass; equal where it is the same."""
+        ...
 
     def products(self, layers: LinearLayers | None) -> AbstractContextManager[object]:
         """Has the products of linear layers recorded, within a `with`."""
