@@ -68,6 +68,9 @@ def own_gradients(engine, pairs, **options):
 def stock_gradients(model, pairs, attention="eager"):
     """Of transformers' own forward of each text alone, with its own attention."""
     model.set_attn_implementation(attention)
+    experts = any("experts" in name for name, _ in model.named_parameters())
+    if experts and model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # no copy of an expert for each of its tokens
     found = []
     for ids, completion in pairs:
         text = torch.tensor(np.concatenate([ids, completion]))
