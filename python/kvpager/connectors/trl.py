@@ -74,7 +74,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # of an extra, withou
             elif before != step:
                 engine.weights_changed()
             self._engines[key] = engine, step
-            model.train(training and recorded)
+            if recorded:
+                model.train(training)
             yield engine
         finally:
             model.train(training)

@@ -17,7 +17,7 @@ _MARK = "_kvpager_only_looks"
 # was once asked for hidden states.
 _COLLECTORS = ("transformers.utils.output_capturing",)
 # Ask for gradients of embeddings, so that a frozen model's checkpoints have some to compute.
-_FOR_GRADIENTS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
+_ASKING = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 _TRAINERS = ("transformers.modeling_utils", "peft.peft_model", "peft.mixed_model")
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -75,7 +75,7 @@ def called_by(hook: Any) -> Any:
 def is_known_to_look(hook: Any) -> bool:
     """Whether a hook is a library's own, for outputs or gradients that no forward asks for."""
     module = getattr(hook, "__module__", None)
-    asks = module in _TRAINERS and getattr(hook, "__name__", None) in _FOR_GRADIENTS
+    asks = module in _TRAINERS and getattr(hook, "__name__", None) in _ASKING
     return asks or module in _COLLECTORS
 
 
