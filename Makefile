@@ -88,7 +88,7 @@ docs: build ## the site, into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: build
-	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(PY) -m ruff check --no-cache $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m mypy
 	$(BIN)/lint-imports --config pyproject.toml

@@ -22,7 +22,6 @@ from pathlib import Path
 import interrupted_engine
 import interrupted_pager
 import torch
-from interrupts import Tried, at_every_instant, open_files
 from reference_models import build, make_engine
 from small_store import Author
 
@@ -31,6 +30,7 @@ from deep.interposer import workplace
 from deep.operations import OPERATIONS, CommandFailedError
 from deep.record import chosen, write
 from deep.worlds import Templates
+from interrupts import Tried, at_every_instant, open_files
 
 LONG_MOST = 300  # of operations that look at the whole model, which have tens of thousands
 

@@ -14,7 +14,6 @@ from reference_models import build, make_engine, prompt
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
 from interrupts import Tried, at_every_instant, open_files
-
 from kvpager import Engine
 from kvpager._model.seam.attention import is_running
 from kvpager._runtime.execution.recordings import WORTH

@@ -18,9 +18,8 @@ from bits import assert_same_bits, assert_same_session
 from reference_models import COMMON, build, make_engine, prompt
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
-from interrupts import Interrupter, count_instants
-
 import kvpager
+from interrupts import Interrupter, count_instants
 from kvpager import InvalidArgumentError, UnsupportedModelError
 from kvpager._model.seam import attention as seam
 from kvpager._model.seam.attach import attach

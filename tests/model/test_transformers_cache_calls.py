@@ -13,9 +13,9 @@ import pytest
 import torch
 from bits import assert_same_bits
 from cached_models import Cache, assert_close, forward, generate, ids_of, make_cache, shared, small
-from interrupts import at_every_instant
 from reference_models import make_engine
 
+from interrupts import at_every_instant
 from kvpager import (
     CorruptSnapshotError,
     DirectoryStore,

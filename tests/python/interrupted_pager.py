@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from interrupts import Tried, at_every_instant, open_files
 
+from interrupts import Tried, at_every_instant, open_files
 from kvpager.config import Dense, PagerConfig
 from kvpager.pager import ROW_COMMIT, ROW_GIVEN, ROW_PADDING, Layout, Pager, Sequence
 

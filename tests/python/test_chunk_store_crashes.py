@@ -15,10 +15,10 @@ from pathlib import Path
 import chunk_children
 import pytest
 from chunk_children import BUDGET, CALLS, IDENTITY, MANY, STEPS, after_step, prepare
-from interrupts import at_every_instant, open_files
 from small_blocks import BLOCK, blocks, bytes_on_disk, name, remove_index, there
 from store_children import Child, Nursery, Trap, copies, kill_at_steps
 
+from interrupts import at_every_instant, open_files
 from kvpager.errors import CapacityError, StorageError
 from kvpager.stores import ChunkStore
 
