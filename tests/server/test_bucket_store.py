@@ -25,14 +25,21 @@ QUESTIONS = ("Write a class that keeps a list of names.", "Add a method.", "Why?
 
 
 @pytest.fixture
-def bucket(monkeypatch):
-    """The port of a server of buckets that the environment knows."""
+def bucket(monkeypatch, tmp_path):
+    """The port of a server of buckets that the environment knows.
+
+    A server of a bucket leaves nothing in the folder that it is started in.
+    """
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     with bucket_server.running() as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket_server.KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket_server.KEY)
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         yield port
+    assert not list(here.iterdir())
 
 
 @pytest.fixture
@@ -59,6 +66,16 @@ def test_a_chat_goes_on_at_another_server_of_the_bucket(pair):
     for before, after in itertools.pairwise(usages):
         assert after.prompt_tokens_details.cached_tokens == before.total_tokens - 1
     assert converse(pair[0], cache_salt="alone")[0] == told
+
+
+def test_what_a_server_of_a_bucket_exports_can_be_imported_at_another(pair):
+    one, other = pair
+    told = one.chat(QUESTIONS[0], max_tokens=20, extra_body={"session_id": "ada"})
+    content = one.http.get("/v1/sessions/ada/export").content
+    assert other.http.post("/v1/sessions/eve/import", content=content).status_code == 200
+    asked = QUESTIONS[0], told.choices[0].message.content, QUESTIONS[1]
+    made = other.chat(*asked, max_tokens=20, extra_body={"session_id": "eve"})
+    assert made.usage.prompt_tokens_details.cached_tokens == told.usage.total_tokens - 1
 
 
 def test_a_server_with_a_key_goes_on_after_a_restart_and_its_bucket_has_nothing_in_clear(

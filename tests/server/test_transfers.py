@@ -330,7 +330,7 @@ def test_of_an_import_no_file_has_a_name_so_that_a_kill_leaves_none(tmp_path):
         yield b"y"
 
     async def written():
-        async with Transfers(str(tmp_path), 1).received(parts()) as path:
+        async with Transfers(tmp_path, 1).received(parts()) as path:
             assert not list((tmp_path / ".transfers").iterdir())
             return Path(path).read_bytes()
 

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpager.cli.failure import INTERRUPTED, CliError
@@ -25,7 +24,6 @@ from kvpager.cli.output import note
 from kvpager.cli.pager_options import add_pager_options, pager_config, pager_option_names
 from kvpager.cli.parser import Commands, option
 from kvpager.server.settings import ServerSettings
-from kvpager.stores.bucket import is_bucket
 
 if TYPE_CHECKING:
     from kvpager.server.service import Service
@@ -167,10 +165,10 @@ def check_places(settings: ServerSettings, model: str) -> None:
 
     server.check_places(settings)
     Tenants.read(settings.api_keys)
-    folder = settings.store_path(model)
-    if folder is not None and not is_bucket(folder):
+    folder = settings.store_folder(model)
+    if folder is not None:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise CliError(f"--store {folder}: {error.strerror}") from error
 

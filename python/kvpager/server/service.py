@@ -9,7 +9,6 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from kvpager._runtime.text.tokenizer import Rendering, Tokenizer
@@ -28,7 +27,6 @@ from kvpager.server.tenants import Tenant, Tenants
 from kvpager.server.token_texts import TokenTexts
 from kvpager.server.transfers import Transfers
 from kvpager.stores import StoreKey
-from kvpager.stores.bucket import is_bucket
 from kvpager.stores.opening import NamedStore, open_store
 
 _log = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ class Service:
         self.workers = ReadingThreads(settings.read_timeout)
         self.histories = Histories()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.transfers = Transfers(settings.store_path(names[0]), settings.max_transfers)
+        self.transfers = Transfers(settings.store_folder(names[0]), settings.max_transfers)
         self._conversations = {one.name: self._opened(one) for one in self.tenants.all()}
         self._serving = engine.serve(settings.max_running, max_waiting=settings.max_waiting)
         self._keep_places()
@@ -195,8 +193,8 @@ class Service:
             file = self.settings.store_key
             key = None if file is None else StoreKey.from_file(file, tenant=tenant.name)
             address = f"{folder.rstrip('/')}/{tenant.name}"
-            if not is_bucket(folder):
-                Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (local := self.settings.store_folder(self.names[0])) is not None:
+                local.mkdir(parents=True, exist_ok=True, mode=0o700)
             store = open_store(address, byte_budget=budget, ttl=ttl, key=key)
         return Conversations(
             self.engine,

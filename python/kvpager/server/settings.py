@@ -27,6 +27,7 @@ from kvpager._support.remembered import data_folder
 from kvpager.errors import InvalidArgumentError
 from kvpager.server.strangers import is_host, is_origin
 from kvpager.server.tenants import Tenant
+from kvpager.stores.bucket import is_bucket
 from kvpager.stores.settings import parse_ttl
 
 AUTO, OFF = "auto", "off"
@@ -280,6 +281,11 @@ class ServerSettings(Validated):
         if self.store != AUTO:
             return self.store
         return str(data_folder() / "serve" / _as_file_name(model))
+
+    def store_folder(self, model: str) -> Path | None:
+        """Returns `store_path` as a folder of this machine; None if it is a bucket or off."""
+        path = self.store_path(model)
+        return None if path is None or is_bucket(path) else Path(path)
 
 
 def _as_file_name(model: str) -> str:

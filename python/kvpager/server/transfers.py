@@ -23,14 +23,14 @@ _BLOCK = 1 << 20
 class Transfers:
     """Exports and imports of a server. Used by the event loop."""
 
-    def __init__(self, parent: str | None, most: int) -> None:
+    def __init__(self, parent: Path | None, most: int) -> None:
         """Makes the folder of its files.
 
         Args:
             parent: of the folder; None: files are in the system's temporary folder.
             most: limit of one tenant's transfers at a time.
         """
-        self._folder = None if parent is None else Path(parent) / ".transfers"
+        self._folder = None if parent is None else parent / ".transfers"
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._most = most
