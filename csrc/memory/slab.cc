@@ -29,7 +29,8 @@ Slab::Slab(const char* what, int64_t slots, int64_t slot_bytes)
   void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
-    throw CapacityError(str(what, ": cannot map ", bytes, " bytes: ", std::strerror(errno)));
+    throw CapacityError(str(what, ": cannot map ", bytes, " bytes of memory (",
+                            std::strerror(errno), "); expected what this machine can hold"));
   }
   // Fewer page faults on the sealing path; a system that declines loses nothing.
   if (bytes >= kHugePage) madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);

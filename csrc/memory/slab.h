@@ -11,8 +11,8 @@ namespace kvpager {
 
 class Slab {
  public:
-  // Maps slots * slot_bytes (CapacityError with `what` and the bytes if the system refuses). slots
-  // may be 0.
+  // Maps slots * slot_bytes. CapacityError with `what`, an option's name, and the bytes if the
+  // system refuses. slots may be 0.
   Slab(const char* what, int64_t slots, int64_t slot_bytes);
   ~Slab();
   Slab(const Slab&) = delete;

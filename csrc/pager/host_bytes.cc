@@ -11,9 +11,9 @@ namespace kvpager {
 
 HostBackend::HostBackend(const BackendParts& parts)
     : BackendParts(parts),
-      pool_("resident pool", config_.slots.pool, layout_.chunk_bytes()),
-      host_("host arena", config_.slots.host, layout_.chunk_bytes()),
-      summaries_("summaries", config_.slots.summaries, config_.summary_slot_bytes),
+      pool_("pool_tokens", config_.slots.pool, layout_.chunk_bytes()),
+      host_("host_bytes", config_.slots.host, layout_.chunk_bytes()),
+      summaries_("summary_bytes", config_.slots.summaries, config_.summary_slot_bytes),
       staging_("staging", kChunksPerSplit * int64_t{kStreamedSequences},
                layout_.largest_slice_bytes()) {
   for (int64_t i = 0; i < pool_.slots(); ++i) freed(BlockId(static_cast<int32_t>(i)));

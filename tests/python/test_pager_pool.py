@@ -210,6 +210,18 @@ def test_nothing_is_allocated_on_the_paging_path_and_what_does_not_fit_is_refuse
     assert pager.stats()["pool_bytes"] == 4 * CHUNK
 
 
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "1",
+    reason="this system maps any size",
+)
+@pytest.mark.parametrize("option", ["host_bytes", "summary_bytes"])
+def test_a_budget_beyond_all_memory_is_refused_by_its_name(option: str) -> None:
+    mapped = _core.total_mapped_bytes()
+    with pytest.raises(CapacityError, match=rf"^{option}: cannot map \d+ bytes of memory"):
+        make(**{option: 1 << 44})
+    assert _core.total_mapped_bytes() == mapped
+
+
 @pytest.mark.parametrize("length", [1, 5, 15, 17, 30])
 def test_rows_after_the_committed_length_are_never_read(length: int) -> None:
     # The pool is poisoned: what was not written is NaN, in keys and in values.
