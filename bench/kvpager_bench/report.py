@@ -383,7 +383,9 @@ def markdown_table(columns: tuple[Column, ...], rows: list[list[str]]) -> str:
 
 
 def tokens_name(tokens: int) -> str:
-    """32K, 100."""
+    """1M, 32K, 100."""
+    if tokens and tokens % 2**20 == 0:
+        return f"{tokens // 2**20}M"
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 

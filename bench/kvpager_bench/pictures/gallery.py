@@ -60,6 +60,18 @@ PICTURES = (
         "{layers[shipped]} layers, in float32; the same of a larger shape is in the table above.",
     ),
     Picture(
+        "long-texts",
+        "long_texts",
+        "How costs grow to a million tokens",
+        speed.long_title,
+        speed.draw_long,
+        "Times of what a turn does against the context, both logarithmic: forward after a restore, "
+        "save, decode, search, restore, append and fork.",
+        "Pager and store alone: K/V of four layers and two heads of 64 in bfloat16, random. What "
+        "grows is the scan of a selection among all chunks, and what has a row for each chunk: a "
+        "manifest, a table of a forward, the tokens whose hashes are searched.",
+    ),
+    Picture(
         "decode-speed",
         "decode",
         "How fast it decodes",

@@ -31,6 +31,16 @@ PACKING_LINES: tuple[Line, ...] = (
     ("transformers, padded batch", "transformers_batch_tokens_per_s", 1.0),
     ("kvpager, one by one", "one_by_one_tokens_per_s", 1.0),
 )
+# Of a pager and a store without a model, which would add the same to a turn at each context.
+LONG_LINES: tuple[Line, ...] = (
+    ("first forward after a restore", "first_ms", 1.0),
+    ("save of 64 new tokens", "save_ms", 1.0),
+    ("a row that selects 4K tokens", "decode_ms", 1.0),
+    ("search of a saved prefix", "find_ms", 1.0),
+    ("restore", "restore_ms", 1.0),
+    ("64 tokens appended", "append_ms", 1.0),
+    ("fork", "fork_ms", 1.0),
+)
 REWARD_LINES: tuple[Line, ...] = (
     ("kvpager as trainer", "kvpager", 1.0),
     ("transformers as trainer", "transformers", 1.0),
@@ -66,6 +76,25 @@ def turn_title(report: Report) -> str:
 def draw_turn(report: Report) -> Any:
     label = "time to the first token [s]"
     return _by_context(report, turn_title(report), turn_rows(report), label, TURN_LINES, seconds)
+
+
+def long_title(report: Report) -> str:
+    first, last = report.rows[0], report.rows[-1]
+    least, most = (tokens_name(int(report.number(row, "context"))) for row in (first, last))
+    near, far = (
+        [seconds(report.number(row, name) / 1e3) for name in ("first_ms", "save_ms")]
+        for row in (first, last)
+    )
+    return (
+        f"Behind {most} tokens the first forward after a restore takes {far[0]},\n"
+        f"a save of 64 new tokens {far[1]}; behind {least} {near[0]} and {near[1]}"
+    )
+
+
+def draw_long(report: Report) -> Any:
+    label = "time [ms]"
+    title, rows = long_title(report), report.rows
+    return _by_context(report, title, rows, label, LONG_LINES, lambda v: seconds(v / 1e3))
 
 
 def _by_context(
