@@ -417,23 +417,19 @@ std::string encode_layout(const SnapshotMeta& meta) {
   return out + meta.scorer + floats;
 }
 
-std::string encode_tokens(const SharedArray<TokenId>& tokens) {
-  return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(TokenId));
-}
-
 std::string encode_chunks(const std::vector<SnapshotChunk>& chunks) {
-  std::string out;
-  if (!chunks.empty()) {
-    out.reserve(chunks.size() *
-                (kChunkFixedBytes + chunks[0].slice_checksum.size() * sizeof(uint64_t)));
-  }
+  if (chunks.empty()) return {};
+  const size_t slices = chunks[0].slice_checksum.size() * sizeof(uint64_t);
+  std::string out(chunks.size() * (kChunkFixedBytes + slices), '\0');
+  char* to = out.data();
   for (const SnapshotChunk& chunk : chunks) {
-    append(&out, chunk.valid);
-    append(&out, static_cast<uint32_t>(chunk.provenance));
-    out.append(reinterpret_cast<const char*>(chunk.chain_hash.words.data()), kNameBytes);
-    append(&out, chunk.summary_checksum);
-    out.append(reinterpret_cast<const char*>(chunk.slice_checksum.data()),
-               chunk.slice_checksum.size() * sizeof(uint64_t));
+    KVPAGER_REQUIRE(chunk.slice_checksum.size() * sizeof(uint64_t) == slices);
+    store(to, chunk.valid);
+    store(to + kProvenanceAt, static_cast<uint32_t>(chunk.provenance));
+    std::memcpy(to + kNameAt, chunk.chain_hash.words.data(), kNameBytes);
+    store(to + kSummaryChecksumAt, chunk.summary_checksum);
+    std::memcpy(to + kChunkFixedBytes, chunk.slice_checksum.data(), slices);
+    to += kChunkFixedBytes + slices;
   }
   return out;
 }
@@ -484,12 +480,14 @@ uint64_t summaries_checksum(const std::vector<SnapshotChunk>& chunks, const OwnC
 }
 
 Hash128 logical_digest(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks) {
-  Digest128 digest;
+  const std::string layout = encode_layout(meta), records = encode_chunks(chunks);
+  const size_t tokens = meta.tokens.size() * sizeof(TokenId);
+  Digest128 digest(layout.size() + meta.fingerprint.size() + tokens + records.size());
   digest.add("kvpager snapshot 1", 18);
-  for (const std::string& section :
-       {encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens), encode_chunks(chunks)}) {
-    digest.add(section.data(), section.size());
-  }
+  digest.add(layout.data(), layout.size());
+  digest.add(meta.fingerprint.data(), meta.fingerprint.size());
+  digest.add(meta.tokens.data(), tokens);
+  digest.add(records.data(), records.size());
   return digest.value();
 }
 
@@ -544,7 +542,7 @@ SnapshotMeta decode_metadata(const std::vector<Section>& sections,
 }  // namespace snapshot
 
 Hash128 SnapshotChunk::content_id() const {
-  snapshot::Digest128 digest;
+  snapshot::Digest128 digest(slice_checksum.size() * sizeof(uint64_t));
   digest.add("kvpager chunk 1", 15);
   const auto& name = chain_hash.words;
   const uint64_t fields[] = {static_cast<uint64_t>(valid),

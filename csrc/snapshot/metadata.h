@@ -40,7 +40,6 @@ struct OwnChunks {
 OwnChunks own_chunks(const SnapshotMeta& meta);
 
 std::string encode_layout(const SnapshotMeta& meta);
-std::string encode_tokens(const SharedArray<TokenId>& tokens);
 std::string encode_chunks(const std::vector<SnapshotChunk>& chunks);
 std::string encode_hints(const SnapshotHints& hints);
 std::string encode_packs(const SnapshotPacks& packs);

@@ -72,11 +72,11 @@ void Sections::describe(uint32_t tag, uint64_t offset, uint64_t size, uint64_t c
   entries.push_back(entry);
 }
 
-void Sections::add(uint32_t tag, const std::string& bytes) {
+void Sections::add(uint32_t tag, const void* data, size_t bytes) {
   const uint64_t offset = align_up(metadata_at + metadata.size(), kSectionAlignment);
   metadata.resize(offset - metadata_at, '\0');
-  metadata += bytes;
-  describe(tag, offset, bytes.size(), xxh3_64(bytes.data(), bytes.size()));
+  metadata.append(static_cast<const char*>(data), bytes);
+  describe(tag, offset, bytes, xxh3_64(data, bytes));
 }
 
 Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks,
@@ -94,8 +94,11 @@ Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chu
   out.add(required_tag(kLayout), encode_layout(meta));
   out.add(required_tag(kFingerprint), meta.fingerprint);
   out.add(required_tag(kSession), meta.session);
-  out.add(required_tag(kTokens), encode_tokens(meta.tokens));
-  out.add(required_tag(kChunks), encode_chunks(chunks));
+  const std::string records = encode_chunks(chunks);
+  const size_t tokens = meta.tokens.size() * sizeof(TokenId);
+  out.metadata.reserve(out.metadata.size() + tokens + records.size() + kSectionAlignment);
+  out.add(required_tag(kTokens), meta.tokens.data(), tokens);
+  out.add(required_tag(kChunks), records);
   for (const auto& [tag, bytes] : further) out.add(tag, bytes);
   return out;
 }

@@ -21,7 +21,8 @@ struct Sections {
   std::string metadata;
 
   void describe(uint32_t tag, uint64_t offset, uint64_t size, uint64_t checksum);
-  void add(uint32_t tag, const std::string& bytes);
+  void add(uint32_t tag, const void* data, size_t bytes);
+  void add(uint32_t tag, const std::string& text) { add(tag, text.data(), text.size()); }
 };
 
 Sections lay_out(const SnapshotMeta& meta, const std::vector<SnapshotChunk>& chunks,
