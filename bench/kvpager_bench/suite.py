@@ -42,7 +42,8 @@ class Plan:
 
     def command(self, question: Question) -> list[str]:
         module = f"{self.package}.{question.name}"
-        command = [sys.executable, "-m", module, "--results", str(self.results)]
+        # Unbuffered: the last line of its log says why it failed, or what it is at.
+        command = [sys.executable, "-u", "-m", module, "--results", str(self.results)]
         if self.size != STANDARD:
             command.append(f"--{self.size}")
         if self.threads is not None:

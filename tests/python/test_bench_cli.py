@@ -116,7 +116,7 @@ def test_what_follows_two_dashes_goes_to_the_one_question(asked, tmp_path):
     (plan,) = asked.plans
     command = plan.command(plan.questions[0])
     assert command[1:] == [
-        *["-m", "kvpager_bench.questions.decode", "--results", str(tmp_path)],
+        *["-u", "-m", "kvpager_bench.questions.decode", "--results", str(tmp_path)],
         *["--quick", "--threads", "3", "--contexts", "8192", "--", "--quik"],
     ]
 

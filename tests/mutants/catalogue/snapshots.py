@@ -234,8 +234,11 @@ SNAPSHOTS = (
         name="hints-enter-the-digest",
         breaks="11: scores and ages are outside the logical digest",
         file="csrc/snapshot/metadata.cc",
-        old="{encode_layout(meta), meta.fingerprint, encode_tokens(meta.tokens),",
-        new="{encode_layout(meta), meta.fingerprint, meta.session, encode_tokens(meta.tokens),",
+        old="  digest.add(meta.fingerprint.data(), meta.fingerprint.size());\n",
+        new="""\
+  digest.add(meta.fingerprint.data(), meta.fingerprint.size());
+  digest.add(meta.session.data(), meta.session.size());
+""",
         killers=(
             ROUND_TRIP + "TheLogicalDigestFollowsContentAndIgnoresHintsSessionAndUnknownParts",
         ),
