@@ -185,6 +185,12 @@ _ALL = (
         in_suite=False,
     ),
     Question(
+        "million",
+        "whether a model goes on with a text of a million tokens that memory can't hold",
+        15,
+        in_suite=False,
+    ),
+    Question(
         "bounds",
         "how much of a selection's scan exact bounds could leave out",
         3,
