@@ -9,7 +9,7 @@ host memory 4 GiB, the disk what is left; key summaries, by which rows select, s
 process saves the text to a folder, saves it again with 64 tokens more, and decodes; a fresh one,
 which has no disk to page to, restores it from that folder and decodes the same tokens. The logits
 before the first one must have the same bits. K/V of a million tokens take 32 GiB, twice on the disk
-while they are paged and saved; their summaries take 9.
+while they are paged and saved; their summaries take 9, in memory and in the file.
 """
 
 from __future__ import annotations
