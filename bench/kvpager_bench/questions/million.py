@@ -26,14 +26,14 @@ from kvpager.stores import DirectoryStore
 from kvpager_bench import harness, subjects
 from kvpager_bench.harness import Column
 from kvpager_bench.places import scratch_folder
+from kvpager_bench.questions.long_texts import BUDGETED, TURN
 from kvpager_bench.study import Asked, Option, Study, Table
 
 SHAPE = "0.6b-fp32"
-POOL, HOST, CHUNKS, TURN = 8192, 4 << 30, 64, 64
+POOL, HOST, CHUNKS = 8192, 4 << 30, 64
 KV, SUMMARY = 32256, 8736  # bytes of a token
 BLOCK = 1024  # tokens that are injected at a time
 NAME = "text"
-BUDGETED = ("resident_bytes", "host_bytes_used", "summary_bytes_used")
 MEMORY = 1.3  # of budgets and weights
 
 COLUMNS = (
@@ -72,7 +72,7 @@ def new_engine(context: int, folder: Path | None) -> Engine:
 
 
 def grow(session: Session, layout: Layout, tokens: int) -> None:
-    """Appends random ids with K/V of random size, of which each block has signs of its own."""
+    """Appends random ids and random K/V, whose signs differ from block to block."""
     random = np.random.default_rng(session.length)
     signs = torch.Generator().manual_seed(session.length)
     both = subjects.random_kv(layout, min(BLOCK, tokens), seed=session.length)
