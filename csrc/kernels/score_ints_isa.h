@@ -131,8 +131,13 @@ KVPAGER_INLINE Int dot_step(Int sum, Int codes, Int weights) {
 KVPAGER_INLINE Int flush(Int sum) { return pair_sums(sum, _mm512_set1_epi16(1)); }
 #else
 constexpr int kSteps = 32;
+// Not the intrinsics: GCC 12 moves all products before the sums, and spills them.
 KVPAGER_INLINE Int dot_step(Int sum, Int codes, Int weights) {
-  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, weights));
+  Int products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+      : "+x"(sum), "=&x"(products)
+      : "x"(codes), "x"(weights));
+  return sum;
 }
 KVPAGER_INLINE Int flush(Int sum) { return pair_sums(sum, _mm256_set1_epi16(1)); }
 #endif

@@ -199,9 +199,13 @@ KVPAGER_INLINE void walk_strip(int64_t row, int groups, const uint8_t* codes, pt
   walk_groups(row, 0, groups, codes, ahead, heads, sum);
 #else
   constexpr int kGroups = kSteps * kBits / 8;
-  Int part[kCount][kVectors];
-  for (int first = 0; first < groups; first += kGroups) {
+  walk_groups(row, 0, groups < kGroups ? groups : kGroups, codes, ahead, heads, sum);
+  for (int h = 0; h < kCount; ++h) {
+    for (int v = 0; v < kVectors; ++v) sum[h][v] = flush(sum[h][v]);
+  }
+  for (int first = kGroups; first < groups; first += kGroups) {
     const int last = groups - first < kGroups ? groups : first + kGroups;
+    Int part[kCount][kVectors];
     clear(part);
     walk_groups(row, first, last, codes, ahead, heads, part);
     for (int h = 0; h < kCount; ++h) {
