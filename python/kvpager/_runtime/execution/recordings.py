@@ -49,7 +49,7 @@ from kvpager._runtime.execution.operations import storage
 from kvpager._runtime.execution.programs import with_programs
 
 MOST_ROWS = 16  # with more, products take nearly all of a forward
-WORTH = 32  # forwards of as many rows before one is recorded, which takes what as many later save
+WORTH = 8  # forwards of as many rows before one is recorded, which takes what some 25 later save
 
 _log = logging.getLogger(__name__)
 
