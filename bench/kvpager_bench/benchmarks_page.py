@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvpager._support.words import counted
 from kvpager_bench.downloads import CLAIMS, COMPARISONS, commit_name, machine_name
+from kvpager_bench.limits import limit_of
 from kvpager_bench.pictures.gallery import PICTURES, Picture
 from kvpager_bench.question import origin_of
 from kvpager_bench.report import Column, Comparison, Report, comparison_cells, markdown_table
@@ -36,8 +37,7 @@ def benchmarks_text(reports: Mapping[str, Report], links: Links) -> str:
         parts.append(_verified(reports["verify_all"], links))
     if "exact_cost" in reports:
         parts.append(_exact_cost(reports["exact_cost"], links))
-    short = [f"{name}: {line}" for name, report in reports.items() for line in shortfalls(report)]
-    parts.append(_listed("What fell short", short))
+    parts.append(_listed("What fell short", _short(reports, links)))
     skipped: dict[str, str] = {}
     for report in reports.values():
         for entry in report.skipped:
@@ -168,6 +168,19 @@ def _downloads(reports: Mapping[str, Report], links: Links) -> str:
         for name, report in reports.items()
     ]
     return f"## Everything that was measured\n\n{markdown_table(columns, rows)}"
+
+
+def _short(reports: Mapping[str, Report], links: Links) -> list[str]:
+    """A line for every limit, with the figures that it keeps from their aims below."""
+    limited: dict[tuple[str, str], list[str]] = {}
+    for name, report in reports.items():
+        for line in shortfalls(report):
+            why = limit_of(_plain(report, links), line)
+            limited.setdefault((name, why), []).append(line)
+    return [
+        "\n".join([f"{name}: {why or 'no limit was found'}", *(f"  - {line}" for line in lines)])
+        for (name, why), lines in limited.items()
+    ]
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

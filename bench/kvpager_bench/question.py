@@ -178,6 +178,13 @@ _ALL = (
         in_suite=False,
     ),
     Question(
+        "alone",
+        "what one conversation with a small real model costs",
+        15,
+        (_STOCK, "vLLM", _LLAMA),
+        in_suite=False,
+    ),
+    Question(
         "long_texts",
         "what a turn costs as its text grows to a million tokens",
         3,

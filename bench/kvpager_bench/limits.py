@@ -1,0 +1,76 @@
+"""What limits the figures that miss their aim, with the measurement that shows it."""
+
+from __future__ import annotations
+
+# Of a report, by words that its missed figures begin with or contain; the first that fits counts.
+_LIMITS: dict[str, tuple[tuple[str, str], ...]] = {
+    "attention": (
+        (
+            "",
+            "with AVX2 a row's products, widening and softmax take as long as reading the memory: "
+            "the same kernel with AVX-512 reaches 0.82 with 16/8/128 ([note 2](design/"
+            "02-cpu-attention.md))",
+        ),
+    ),
+    "codes": (
+        ("decode attention", "as of attention: integers are multiplied in 16 bits with AVX2"),
+        (
+            "bytes of a saved text",
+            "summaries are as large as of bfloat16, and are a twelfth of a saved text in q8 "
+            "([note 14](design/14-kv-codes.md))",
+        ),
+    ),
+    "snapshot_read": (
+        (
+            "encrypted",
+            "AES-GCM itself, which decrypts 2.4 GB/s with one thread and with two, as it holds the "
+            "interpreter's lock ([note 11](design/11-snapshots-and-stores.md))",
+        ),
+        ("verifying", "the disk's own rate varies by a fifth between the two of a row"),
+        (
+            "open and restore",
+            "every name of a text is computed again, and every chunk gets a record: 12 us for a "
+            "thousand tokens",
+        ),
+    ),
+    "object_store_calls": (
+        ("entries", "a bucket lists all names, whichever are asked for; S3 has no other order"),
+    ),
+    "chunk_store": (("the check", "XXH3-128 reads each byte once more, from the cache"),),
+    "long_texts": (
+        (
+            "decode",
+            "every row scores every chunk: no exact bound of chunks leaves one out on a real "
+            "model's keys (`bounds`, [note 1](design/01-selection-and-residency.md))",
+        ),
+        ("first", "all summaries are read, 160 bytes a token of this shape, and scored"),
+        (
+            "",
+            "a manifest, a table and names have a row for each chunk; at a million tokens all of "
+            "find, fork and restore together take as long as two decoded tokens, a save three "
+            "([note 11](design/11-snapshots-and-stores.md))",
+        ),
+    ),
+    "residency_traffic": (("", "chunks are whole ([note 9](design/09-residency.md))"),),
+    "quality_needles": (("", "why `auto` keeps the first layer in the model's dtype"),),
+    "warm_state": (
+        ("file cached", "each byte is verified, which LMCache does not do"),
+        ("", "each byte is verified while others are read"),
+    ),
+    "training_cost": (
+        (
+            "weights_changed",
+            "half of it is BLAKE3 of all weights, half one forward ([note 21](design/"
+            "21-gradients.md))",
+        ),
+    ),
+}
+
+
+def limit_of(report: str, line: str) -> str:
+    """What limits a missed figure, in Markdown; empty where that was not found.
+
+    report: its name without a size. line: as `suite.shortfalls` has it.
+    """
+    fitting = (why for words, why in _LIMITS.get(report, ()) if words in line)
+    return next(fitting, "")
