@@ -10,7 +10,14 @@ from kvpager_bench.downloads import CLAIMS, COMPARISONS, commit_name, machine_na
 from kvpager_bench.limits import limit_of
 from kvpager_bench.pictures.gallery import PICTURES, Picture
 from kvpager_bench.question import origin_of
-from kvpager_bench.report import Column, Comparison, Report, comparison_cells, markdown_table
+from kvpager_bench.report import (
+    Column,
+    Comparison,
+    Report,
+    comparison_cells,
+    markdown_table,
+    printed,
+)
 from kvpager_bench.suite import shortfalls
 
 
@@ -35,6 +42,8 @@ def benchmarks_text(reports: Mapping[str, Report], links: Links) -> str:
     ]
     if "verify_all" in reports:
         parts.append(_verified(reports["verify_all"], links))
+    if "alone" in reports:
+        parts.append(_alone(reports["alone"], links))
     if "exact_cost" in reports:
         parts.append(_exact_cost(reports["exact_cost"], links))
     parts.append(_listed("What fell short", _short(reports, links)))
@@ -107,6 +116,21 @@ def _verified(report: Report, links: Links) -> str:
         for verdict in report.verdicts
     ]
     return "\n\n".join(["## Every way to the same bits", "\n".join(told), origin(report, links)])
+
+
+def _alone(report: Report, links: Links) -> str:
+    rows = [[printed(row[c.name], c) for c in report.columns] for row in report.rows]
+    return "\n\n".join(
+        [
+            "## One conversation with a small real model",
+            "SmolLM2-135M-Instruct: a token decoded, in the first turn of 16 tokens and in later "
+            "ones; a prompt that fills the context; from the start of a process until it takes a "
+            "prompt; its memory, libraries included; the first token behind a restored prompt, "
+            "from the look-up and from the start of a fresh process.",
+            markdown_table(report.columns, rows),
+            origin(report, links),
+        ]
+    )
 
 
 def _exact_cost(report: Report, links: Links) -> str:

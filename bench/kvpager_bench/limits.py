@@ -39,11 +39,12 @@ _LIMITS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_store": (("the check", "XXH3-128 reads each byte once more, from the cache"),),
     "long_texts": (
         (
-            "decode",
+            "decode: ",
             "every row scores every chunk: no exact bound of chunks leaves one out on a real "
             "model's keys (`bounds`, [note 1](design/01-selection-and-residency.md))",
         ),
-        ("first", "all summaries are read, 160 bytes a token of this shape, and scored"),
+        ("prefill: ", "likewise: the scan of a forward's rows is bound by its products"),
+        ("first: ", "all summaries are read, 160 bytes a token of this shape, and scored"),
         (
             "",
             "a manifest, a table and names have a row for each chunk; at a million tokens all of "

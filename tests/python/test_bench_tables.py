@@ -8,7 +8,7 @@ import json
 import pytest
 from bench_reports import decode_report, environment, make_report, warm_report, whole_suite
 
-from kvpager_bench import pages, places, tables
+from kvpager_bench import limits, pages, places, tables
 from kvpager_bench.pictures import canvas
 from kvpager_bench.pictures.gallery import picture_of
 from kvpager_bench.question import SETTLED
@@ -92,11 +92,23 @@ def test_aims_that_were_missed_and_peers_left_out_are_said(written, results):
     folder = written()
     text = (folder / "benchmarks.md").read_text()
     assert "4 of 5 aims are met." in text
-    assert "- warm: save: 0.5x memcpy, 0.9x aimed at" in text
-    assert "- warm: it is flat: it grows by 12%" in text
+    short_of = "  - save: 0.5x memcpy, 0.9x aimed at\n  - it is flat: it grows by 12%\n"
+    assert f"- warm: no limit was found\n{short_of}" in text
     assert "- llama.cpp 0.3.36: not installed" in text
     (claim,) = csv_rows(folder / "claims.csv")
     assert (claim["claim"], claim["holds"]) == ("it is flat", "no")
+
+
+def test_figures_that_one_thing_limits_stand_together_below_it(written, results, monkeypatch):
+    why = (("save", "the disk"), ("", "the memory"))
+    monkeypatch.setattr(limits, "_LIMITS", {"warm": why})
+    short = warm_report()
+    for claim in ("save is fast", "restore is fast", "a save is flat"):
+        short.judge(claim, False, "no")
+    short.write(results)
+    text = (written() / "benchmarks.md").read_text()
+    assert "- warm: the disk\n  - save is fast: no\n  - a save is flat: no\n" in text
+    assert "- warm: the memory\n  - restore is fast: no\n" in text
 
 
 def test_each_picture_is_drawn_from_what_is_there_and_shown_with_its_message(results):

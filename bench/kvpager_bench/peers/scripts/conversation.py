@@ -37,14 +37,18 @@ def peak_bytes() -> int:
 
 
 def held(
-    task: dict[str, Any], prefill: Callable[[], object], decode: Callable[[], object]
+    task: dict[str, Any],
+    prefill: Callable[[], object],
+    decode: Callable[[], object],
+    save: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Seconds of a prompt, and per token of turns behind it.
+    """Seconds of a prompt, which is then saved, and per token of turns behind it.
 
     task: steps (tokens of a turn), runs (turns behind the first).
     """
     ready = since_start()
     prompt = seconds(prefill)
+    save()
     first, *later = [seconds(decode) / task["steps"] for _ in range(task["runs"] + 1)]
     return {
         "ready_s": ready,

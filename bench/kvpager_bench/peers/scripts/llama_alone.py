@@ -3,7 +3,7 @@
 task: model (a GGUF file), threads, batch, kv, context (room in the KV cache), prompt (a file of its
 ids), state (a file), steps, runs, action:
   "unpack": where `model` is not there, writes it in bfloat16 from `packed`, a quantised one.
-  "cold": answers as `conversation.held`; then saves the prompt's state.
+  "cold": answers as `conversation.held`.
   "warm": restores it and computes a token more; answers restored_s, and fresh_s from the start.
 """
 
@@ -48,14 +48,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
     if task["action"] == "warm":
         return {"restored_s": seconds(restored), "fresh_s": since_start()}
-    answer = held(task, prefill, decode)
-    context.close()
-    context = Context(
-        model, tokens=room, batch=task["batch"], threads=task["threads"], kv=task["kv"]
-    )
-    prefill()
-    context.save(state, ids)
-    return answer
+    return held(task, prefill, decode, lambda: context.save(state, ids))
 
 
 def unpack(packed: Path, model: Path) -> None:
