@@ -188,7 +188,7 @@ def compare(report: Report) -> None:
         aim = DECODE_AIM if subject == LLAMA else None
         for what, column, unit, least in (
             ("decode behind", "decode_ms", "ms", aim),
-            ("a prompt of", "prompt_s", "s", aim),
+            ("prompt for", "prompt_s", "s", aim),
             ("restored token behind", "restored_ms", "ms", RESTORE_AIM if aim else None),
         ):
             if row[column] != NOT_APPLICABLE:
@@ -249,7 +249,7 @@ STUDY = Study(
         Option("subjects", SUBJECTS, quick=(KVPAGER, STOCK), among=SUBJECTS),
         Option("thread-counts", [2, 1], quick=[2]),
         Option("steps", 16, quick=4, help="tokens of a turn"),
-        Option("runs", 5, quick=1, help="turns that count"),
+        Option("runs", 3, quick=1, help="turns that count"),
     ),
     {"model": "SmolLM2-135M-Instruct", "torch": torch.__version__},
     {
