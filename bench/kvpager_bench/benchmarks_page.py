@@ -124,9 +124,9 @@ def _alone(report: Report, links: Links) -> str:
         [
             "## One conversation with a small real model",
             "SmolLM2-135M-Instruct: a token decoded, in the first turn of 16 tokens and in later "
-            "ones; the prompt, 64 tokens shorter than the context; from the start of a process until it takes a "
-            "prompt; its memory, libraries included; the first token behind a restored prompt, "
-            "from the look-up and from the start of a fresh process.",
+            "ones; the prompt, 64 tokens shorter than the context; from the start of a process "
+            "until it takes a prompt; its memory, libraries included; the first token behind a "
+            "restored prompt, from the look-up and from the start of a fresh process.",
             markdown_table(report.columns, rows),
             origin(report, links),
         ]

@@ -180,9 +180,10 @@ _ALL = (
     Question(
         "alone",
         "what one conversation with a small real model costs",
-        15,
+        25,
         (_STOCK, "vLLM", _LLAMA),
         in_suite=False,
+        published="--contexts 128,4096",
     ),
     Question(
         "long_texts",
