@@ -48,7 +48,8 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
     if task["action"] == "warm":
         return {"restored_s": seconds(restored), "fresh_s": since_start()}
-    return held(task, prefill, decode, lambda: context.save(state, ids))
+    answer: dict[str, Any] = held(task, prefill, decode, lambda: context.save(state, ids))
+    return answer
 
 
 def unpack(packed: Path, model: Path) -> None:

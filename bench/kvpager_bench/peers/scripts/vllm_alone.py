@@ -37,7 +37,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         settings = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         model.generate({"prompt_token_ids": ids}, settings, use_tqdm=False)
 
-    answer = held(task, lambda: generate(1), lambda: generate(task["steps"]))
+    answer: dict[str, Any] = held(task, lambda: generate(1), lambda: generate(task["steps"]))
     one = min(seconds(lambda: generate(1)) for _ in range(task["runs"]))
     steps = task["steps"]
     decode = [answer["first_turn_s"], *answer["decode_s"]]
