@@ -48,7 +48,7 @@ _LIMITS: dict[str, tuple[tuple[str, str], ...]] = {
         (
             "",
             "a manifest, a table and names have a row for each chunk; at a million tokens find, "
-            "fork and restore together take less than two decoded tokens, a save two "
+            "fork and restore together take less than two decoded tokens, and so does a save "
             "([note 11](design/11-snapshots-and-stores.md))",
         ),
     ),
