@@ -55,8 +55,8 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(found)
 
 
-def decode(pager: Pager, sequence: Sequence, rows: int = 1) -> None:
-    """A forward that goes on with the text."""
+def advance(pager: Pager, sequence: Sequence, rows: int = 1) -> None:
+    """Runs a forward of so many rows at the end of the text."""
     spans = [(sequence, sequence.length, rows, ROW_COMMIT)]
     q = torch.randn(rows, Q_HEADS, LAYOUT.k_dim, dtype=torch.bfloat16)
     k = torch.randn(rows, LAYOUT.kv_heads, LAYOUT.k_dim, dtype=torch.bfloat16)
@@ -105,8 +105,8 @@ def turn(task: dict[str, Any]) -> dict[str, float]:
         found["save_ms"] = statistics.median(saves)
         found["find_ms"] = milliseconds(find, repeats)
         found["fork_ms"] = milliseconds(lambda: sequence.fork().close(), repeats)
-        found["decode_ms"] = milliseconds(lambda: decode(pager, sequence), 4 * repeats)
-        found["prefill_ms"] = milliseconds(lambda: decode(pager, sequence, ROWS), repeats)
+        found["decode_ms"] = milliseconds(lambda: advance(pager, sequence), 4 * repeats)
+        found["prefill_ms"] = milliseconds(lambda: advance(pager, sequence, ROWS), repeats)
         sequence.close()
         restored, first = [], []
         for _ in range(repeats):
@@ -114,7 +114,7 @@ def turn(task: dict[str, Any]) -> dict[str, float]:
             start = time.perf_counter()
             again = other.restore(SnapshotInfo.of(store.open("turn")))
             restored.append(time.perf_counter() - start)
-            decode(other, again)
+            advance(other, again)
             first.append(time.perf_counter() - start)
             other.close()
         found["restore_ms"] = 1e3 * statistics.median(restored)
